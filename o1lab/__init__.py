@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from o1lab.progress import progress  # now, or importing the submodule later would replace the function by it
 from o1lab.stats import Estimate
 
 if TYPE_CHECKING:
@@ -22,10 +23,3 @@ def start(notebook: str, preset: str = "auto", **options: Any) -> Lab:
     from o1lab.lab import Lab
 
     return Lab.start(notebook, preset=preset, **options)
-
-
-def progress(iterable: Any, *, total: int | None = None, label: str = "") -> Any:
-    """Wrap ``iterable`` with a progress display: a widget for a person, sparse text lines when headless."""
-    from o1lab.progress import progress as wrap
-
-    return wrap(iterable, total=total, label=label)
