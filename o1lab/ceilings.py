@@ -32,6 +32,7 @@ class Ceiling:
     """
 
     name: str
+    device: str
     rate: Estimate | None
     size: str
     note: str = ""
@@ -39,7 +40,7 @@ class Ceiling:
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionary for JSON."""
         rate = self.rate.to_dict() if self.rate else None
-        return {"name": self.name, "rate": rate, "size": self.size, "note": self.note}
+        return {"name": self.name, "device": self.device, "rate": rate, "size": self.size, "note": self.note}
 
 
 def sizes(free_bytes: int, cache_bytes: int, most_bytes: int = MOST_BYTES) -> tuple[int, str]:
@@ -174,10 +175,10 @@ def measure(
             try:
                 step, work = make()
                 rate = rates(step, work, unit, clock, repeats, budget_s)
-                out.append(Ceiling(name, rate, size, remark))
+                out.append(Ceiling(name, str(where), rate, size, remark))
             except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
                 said = str(error).partition(". ")[0].partition("\n")[0]
-                out.append(Ceiling(name, None, size, f"could not be measured: {said}"))
+                out.append(Ceiling(name, str(where), None, size, f"could not be measured: {said}"))
             finally:
                 step = None  # the buffers go before the next ones are made
                 if where.type == "cuda":

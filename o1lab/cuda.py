@@ -96,7 +96,7 @@ def cuda_state(view: NvmlView | None = None, *, ask_driver: bool = False) -> Cud
         if build.hip:
             return CudaState(False, 0, f"torch {build.version} is built for ROCm; the lab measures CUDA devices only")
         if not gpus:
-            return CudaState(False, 0, "no NVIDIA GPU seen" + (f": {view.problem}" if view.problem else ""))
+            return CudaState(False, 0, str(view.problem or "the NVIDIA driver lists no GPU"))
         newest = "" if isinstance(view.cuda, Unavailable) else f" for CUDA {view.cuda[0]}.{view.cuda[1]} or older"
         return CudaState(
             False,
@@ -107,7 +107,7 @@ def cuda_state(view: NvmlView | None = None, *, ask_driver: bool = False) -> Cud
     if visible is not None and (not visible.strip() or visible.strip().startswith("-")):
         return CudaState(False, 0, f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU: unset it to use them")
     if not view.problem and not gpus:
-        return CudaState(False, 0, "the driver is here but lists no GPU")
+        return CudaState(False, 0, "the NVIDIA driver lists no GPU")
     if gpus and all(gpu.mig and not gpu.instances for gpu in gpus):
         return CudaState(False, 0, "MIG is on but has no instance: create one (nvidia-smi mig -cgi … -C)")
     needed = int(build.cuda.partition(".")[0])

@@ -28,9 +28,11 @@ __all__ = [
     "cuda_state",
     "devices",
     "environment",
+    "holds_memory",
     "nvml",
     "peak_memory",
     "process_memory",
+    "torch_build",
 ]
 
 
@@ -60,6 +62,11 @@ def allocator() -> dict[str, Any]:
     }
 
 
+def holds_memory(torch_name: str) -> bool:
+    """Whether torch in this process holds memory, and so a context, on a device such as ``"cuda:0"``."""
+    return cuda_started() and sys.modules["torch"].cuda.memory_reserved(torch_name) > 0
+
+
 def process_memory(view: NvmlView) -> int | Unavailable:
     """Device bytes that NVML attributes to this process over all its devices, or why it can't be told."""
     if view.problem:
@@ -68,10 +75,10 @@ def process_memory(view: NvmlView) -> int | Unavailable:
     if not found:
         return Unavailable("NVML lists no device that this process may use")
     total, refusal = 0, None
-    for index, device in enumerate(found):
+    for device in found:
         if isinstance(device.nvml, Unavailable):
             return device.nvml
-        started = device.torch_name is not None and sys.modules["torch"].cuda.memory_reserved(index) > 0
+        started = device.torch_name is not None and holds_memory(device.torch_name)
         used = view.process_bytes(device.nvml, has_context=started)
         if isinstance(used, int):
             total += used
@@ -126,8 +133,10 @@ def capabilities(view: NvmlView | None = None) -> set[str]:
 
 def browser() -> str | None:
     """Path of the browser that figures and tests use, as :func:`o1lab.plots.find_browser` finds it."""
-    from o1lab.plots import find_browser
-
+    try:
+        from o1lab.plots import find_browser
+    except ImportError:  # plotly is not installed: then no figure can use a browser either
+        return None
     return find_browser()
 
 
