@@ -238,10 +238,10 @@ class Lab:
 
         The one with ``signature=True`` stands for the notebook in the report. A name used again replaces the figure.
         """
-        from o1lab import plots
-
         self._require_open(f"keep figure {name}")
         _check_name("figure", name)
+        from o1lab import plots
+
         stem = f"figures/{self.notebook}--{name}"
         title = fig.layout.title.text or name
         bundle = plots.show(fig, caption, name=name)
