@@ -54,10 +54,8 @@ def examine(*, measure: bool = False, device: str | None = None) -> dict[str, An
     cuda: dict[str, Any] = {"usable": state.usable, "count": state.count, "why": state.why}
     held = None  # a tensor that keeps this process's context alive while NVML is read
     if state.usable:
-        import torch
-
         try:
-            held = torch.zeros(1, device="cuda")
+            held = hold_context()
         except RuntimeError as error:
             cuda["start_problem"] = str(error).partition("\n")[0]
     known = hardware.devices(view) if state.usable else []
@@ -115,6 +113,13 @@ def examine(*, measure: bool = False, device: str | None = None) -> dict[str, An
     document["ceilings"] = [entry.to_dict() for entry in hardware.ceilings(device)] if measure else None
     document["claims"] = _claims(set(document["capabilities"]))
     return document
+
+
+def hold_context() -> Any:
+    """Start CUDA on the current device; the returned tensor keeps memory there while it lives."""
+    import torch
+
+    return torch.zeros(1, device="cuda")
 
 
 def _plain(value: Any) -> Any:

@@ -96,7 +96,7 @@ def _facts(entry: dict[str, Any]) -> str:
     cache = f", L2 {mib(entry['l2_bytes'])}" if entry["l2_bytes"] else ""
     return (
         f"{entry['name']}, {_gib(entry['total_bytes'])}, compute {entry['compute']},"
-        f" {entry['multiprocessors']} multiprocessors{cache}"
+        f" {entry['multiprocessors']} SMs{cache}"
     )
 
 
