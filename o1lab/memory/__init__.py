@@ -1,0 +1,18 @@
+"""Memory growth in inference: exact counters, the leak probe, plants of known size, sampling, compile accounting."""
+
+from o1lab.memory.counters import Reading, has_exact_host, read
+from o1lab.memory.plants import DevicePlant, HostPlant
+from o1lab.memory.probe import LeakReport, probe
+from o1lab.memory.serving_loop import ServingLoop, with_plant
+
+__all__ = [
+    "DevicePlant",
+    "HostPlant",
+    "LeakReport",
+    "Reading",
+    "ServingLoop",
+    "has_exact_host",
+    "probe",
+    "read",
+    "with_plant",
+]

@@ -1,0 +1,235 @@
+"""What ``torch.compile`` keeps when a module meets new shapes, in a fresh process per arm.
+
+Arms run in their own processes because neither Dynamo nor the C++ heap can be put back to a clean start in one: the
+order of arms would count for as much as the arms themselves. ``python -m o1lab.memory.compile_cache --help`` runs one.
+Sources: ``torch/_dynamo/config.py`` (``recompile_limit``, of which ``cache_size_limit`` is the old name) and
+``torch/_dynamo/cache_size.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from o1lab.errors import ProbeError
+from o1lab.memory import counters
+from o1lab.stats import Estimate, median
+
+UNIT = "B/graph"
+BACKENDS = ("inductor", "aot_eager")
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One arm: a module met ``shapes`` new input lengths.
+
+    Attributes
+    ----------
+    arm : str
+        Label, e.g. ``"limit 8"`` or ``"patch as written"``.
+    limit : int
+        ``torch._dynamo.config.recompile_limit`` in force.
+    graphs : list of int, length ``shapes``
+        Graphs compiled so far, after each shape.
+    host, device : list of int, length ``shapes + 1``
+        Bytes in use, before the first shape and after each (device zero without CUDA).
+    reserved : list of int
+        Bytes that torch's allocator holds from the driver.
+    """
+
+    arm: str
+    limit: int
+    graphs: list[int]
+    host: list[int]
+    device: list[int]
+    reserved: list[int]
+    backend: str
+    dynamic: bool | None
+
+    def per_graph(self, counter: str, *, skip: int = 2) -> Estimate:
+        """Median growth per compiled graph in bytes; the first ``skip`` graphs carry one-off costs and are left out."""
+        values = getattr(self, counter)
+        compiled = [
+            values[index + 1] - values[index]
+            for index in range(len(self.graphs))
+            if self.graphs[index] > max(skip, self.graphs[index - 1] if index else 0)
+        ]
+        return median(compiled, UNIT)
+
+    def kept(self, counter: str = "host") -> int:
+        """Bytes still in use at the end, over the start."""
+        values = getattr(self, counter)
+        return values[-1] - values[0]
+
+
+def default_limits() -> dict[str, int]:
+    """Torch's own recompile limits: per function, and accumulated over all of a code object's versions."""
+    import torch._dynamo.config as config
+
+    return {name: getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
+
+
+def counting(backend: str) -> tuple[Callable[..., Any], list[int]]:
+    """Wrap a compile backend so that each graph it compiles is counted in the returned one-element list."""
+    from torch._dynamo import lookup_backend
+
+    inner, count = lookup_backend(backend), [0]
+
+    def compile_and_count(graph: Any, example_inputs: Any, **options: Any) -> Any:
+        count[0] += 1
+        return inner(graph, example_inputs, **options)
+
+    return compile_and_count, count
+
+
+def graphs_kept(calls: int = 40, limit: int | None = None, dynamic: bool | None = False) -> list[int]:
+    """Graphs that Dynamo has compiled after each of ``calls`` calls of one function with a new shape each time.
+
+    With ``limit=None`` torch's default limit is in force; ``dynamic`` is :func:`torch.compile`'s: ``False`` makes a
+    graph per shape, ``None`` is its default. No code is generated: the graphs run eagerly.
+
+    Examples
+    --------
+    >>> graphs_kept(calls=3)
+    [1, 2, 3]
+    """
+    import torch
+
+    if calls < 1:
+        raise ProbeError(f"calls={calls}: at least one call is needed")
+    compiler, count = counting("eager")
+
+    def double(x: Any) -> Any:
+        return x * 2
+
+    torch._dynamo.reset()
+    function = torch.compile(double, backend=compiler, dynamic=dynamic)
+    seen = []
+    patch = {} if limit is None else {"recompile_limit": limit}
+    try:
+        with torch._dynamo.config.patch(**patch):
+            for length in range(2, calls + 2):
+                function(torch.zeros(length))
+                seen.append(count[0])
+    finally:
+        torch._dynamo.reset()
+    return seen
+
+
+def _block(width: int) -> Any:
+    """A small pre-norm decoder block: attention and a gated MLP, enough for the compiler to have work."""
+    import torch
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.qkv = torch.nn.RMSNorm(width), torch.nn.Linear(width, 3 * width)
+            self.gate, self.up = torch.nn.Linear(width, 2 * width), torch.nn.Linear(width, 2 * width)
+            self.down = torch.nn.Linear(2 * width, width)
+
+        def forward(self, x: Any) -> Any:
+            q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, width // 4)).permute(2, 0, 3, 1, 4)
+            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + attended.transpose(1, 2).flatten(-2)
+            return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+    return Block()
+
+
+def grow(
+    arm: str, *, limit: int | None = None, patch: bool = False, shapes: int = 40, device: str = "cpu",
+    backend: str = "inductor", dynamic: bool | None = False, width: int = 64, seed: int = 0,
+) -> Growth:  # fmt: skip
+    """Run one arm in *this* process: compile a small block and show it ``shapes`` lengths it has not met.
+
+    Parameters
+    ----------
+    limit : int, optional
+        Recompile limit; ``None`` keeps torch's default.
+    patch : bool
+        Apply the article's three lines as written (§1) instead.
+    dynamic : bool or None
+        ``False`` specialises every shape (the worst case), ``None`` is torch's default (automatic dynamic shapes).
+    """
+    import torch
+
+    if shapes < 1 or backend not in BACKENDS:
+        raise ProbeError(f"shapes={shapes}, backend={backend!r}: need at least 1 shape and one of {BACKENDS}")
+    torch.manual_seed(seed)
+    config = torch._dynamo.config
+    if limit is not None:
+        config.recompile_limit = limit
+    if patch:  # the article's patch, to the letter
+        torch._dynamo.config.cache_size_limit = 32
+        torch._dynamo.config.suppress_errors = True
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+    place = torch.device(device)
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    block = _block(width).to(place, dtype).eval()
+    compiler, count = counting(backend)
+    compiled = torch.compile(block, backend=compiler, dynamic=dynamic)
+    lengths = [8 + step for step in range(shapes)]
+    inputs = [torch.randn(2, length, width, device=place, dtype=dtype) for length in lengths]
+    graphs: list[int] = []
+    gc.collect()
+    gc.freeze()  # nothing made before now can become garbage of the compiler's: collections stay short
+    try:
+        with torch.inference_mode():
+            block(inputs[0])  # the eager path's own workspaces are not the compiler's
+            readings = [counters.read()]
+            for x in inputs:
+                compiled(x)
+                graphs.append(count[0])
+                readings.append(counters.read())
+    finally:
+        gc.unfreeze()
+    return Growth(
+        arm, int(config.recompile_limit), graphs, [r.host_in_use or 0 for r in readings],
+        [r.device_allocated or 0 for r in readings], [r.device_reserved or 0 for r in readings], backend, dynamic,
+    )  # fmt: skip
+
+
+def run_arms(arms: Sequence[dict[str, Any]], *, workers: int = 2, seconds: float = 600.0) -> list[Growth]:
+    """Run each arm (keyword arguments of :func:`grow`) in a fresh process, ``workers`` at a time, with progress.
+
+    Raises
+    ------
+    ProbeError
+        If an arm fails or takes longer than ``seconds``; the message carries the last line it printed.
+    """
+    from o1lab.progress import progress
+
+    def run(arm: dict[str, Any]) -> Growth:
+        command = [sys.executable, "-m", "o1lab.memory.compile_cache", json.dumps(arm)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise ProbeError(f"arm {arm['arm']!r} took longer than {seconds:.0f} s; use fewer shapes") from error
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ProbeError(f"arm {arm['arm']!r} failed: {last}")
+        return Growth(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        futures = [pool.submit(run, arm) for arm in arms]
+        return [future.result() for future in progress(futures, total=len(futures), label="compile arms")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one arm given as a JSON object of :func:`grow`'s arguments and print its :class:`Growth` as JSON."""
+    parser = argparse.ArgumentParser(prog="o1lab.memory.compile_cache", description=__doc__.splitlines()[0])
+    parser.add_argument("arm", help='e.g. \'{"arm": "limit 8", "limit": 8, "shapes": 12}\'')
+    options = parser.parse_args(argv)
+    print(json.dumps(asdict(grow(**json.loads(options.arm)))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Exact in-use counters for host and device, read when the process is quiet.
+
+Resident memory (RSS) and ``nvidia-smi`` show what the process *holds*; these counters show what is *in use*:
+
+- host: glibc's ``mallinfo2`` (``uordblks + hblkhd``: bytes handed out by ``malloc`` and by its own ``mmap``) plus the
+  bytes in live blocks of CPython's small-object allocator, which takes its arenas by ``mmap`` and which ``mallinfo2``
+  therefore cannot see (read from ``sys._debugmallocstats``);
+- device: ``allocated_bytes.all.current`` of torch's caching allocator.
+
+Source: glibc manual, "Statistics of malloc"; CPython ``Objects/obmalloc.c``; torch ``cuda.memory_stats``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [  # all in bytes, but for ordblks, smblks and hblks, which count
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keep",
+        )
+    ]
+
+
+@functools.cache
+def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
+    try:
+        function = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):  # not glibc >= 2.33
+        return None
+    function.restype, function.argtypes = _Mallinfo2, []
+    return function
+
+
+def has_exact_host() -> bool:
+    """Whether this machine has an exact host counter (glibc 2.33 or newer)."""
+    return _mallinfo2() is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One quiet reading, all in bytes; ``None`` where this machine has no such counter.
+
+    ``host_in_use``: bytes in live ``malloc`` blocks and live Python objects. ``host_free``: bytes free inside the heap.
+    ``rss``: anonymous resident memory. ``device_allocated`` ≤ ``device_reserved``: torch's caching allocator.
+    ``device_used``: the whole device as the driver sees it (all processes).
+    """
+
+    host_in_use: int | None
+    host_free: int | None
+    rss: int
+    device_allocated: int | None = None
+    device_reserved: int | None = None
+    device_used: int | None = None
+
+    def __sub__(self, other: Reading) -> Reading:
+        """Difference per counter; ``None`` stays ``None``."""
+
+        def gap(name: str) -> int | None:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            return None if mine is None or theirs is None else mine - theirs
+
+        return Reading(**{field.name: gap(field.name) for field in fields(self)})  # type: ignore[arg-type]
+
+
+_BLOCKS = re.compile(rb"# bytes in allocated blocks\s*=\s*([\d,]+)")
+
+
+def python_blocks_bytes() -> int:
+    """Bytes in live blocks of CPython's small-object allocator (0 where it is switched off).
+
+    ``sys._debugmallocstats`` writes to file descriptor 2, so that descriptor is pointed at a scratch file meanwhile.
+    """
+    if sys.implementation.name != "cpython":
+        return 0
+    with _scratch() as scratch:
+        sys.stderr.flush()
+        saved = os.dup(2)
+        try:
+            os.dup2(scratch, 2)
+            sys._debugmallocstats()
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+        size = os.lseek(scratch, 0, os.SEEK_END)
+        os.lseek(scratch, 0, os.SEEK_SET)
+        found = _BLOCKS.search(os.read(scratch, size))
+    return int(found.group(1).replace(b",", b"")) if found else 0
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[int]:
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("o1lab")
+        try:
+            yield handle
+        finally:
+            os.close(handle)
+    else:
+        with tempfile.TemporaryFile() as file:
+            yield file.fileno()
+
+
+def rss_bytes() -> int:
+    """Anonymous resident memory of this process (Linux ``RssAnon``), elsewhere its resident set size."""
+    try:
+        with open("/proc/self/status", "rb") as status:
+            for line in status:
+                if line.startswith(b"RssAnon:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:  # no /proc here: psutil knows the other systems
+        pass
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def cuda_ready() -> bool:
+    """Whether a CUDA context exists already in this process (asking creates none)."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def read(*, collect: bool = True) -> Reading:
+    """Quieten the process (garbage collection, device synchronised), then read every counter.
+
+    Parameters
+    ----------
+    collect : bool
+        Run a full garbage collection first. Without it, garbage in cycles counts as in use.
+    """
+    device: dict[str, int] = {}
+    if collect:
+        gc.collect()
+    if cuda_ready():
+        import torch
+
+        torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        free, total = torch.cuda.mem_get_info()
+        device = {
+            "device_allocated": stats.get("allocated_bytes.all.current", 0),
+            "device_reserved": stats.get("reserved_bytes.all.current", 0),
+            "device_used": total - free,
+        }
+    function = _mallinfo2()
+    if function is None:
+        return Reading(None, None, rss_bytes(), **device)
+    python = python_blocks_bytes()
+    heap = function()
+    return Reading(heap.uordblks + heap.hblkhd + python, heap.fordblks, rss_bytes(), **device)
+
+
+def trim() -> int:
+    """Ask glibc to hand free heap back to the system; return the bytes by which resident memory fell."""
+    before = rss_bytes()
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc: nothing to trim
+        ctypes.CDLL(None).malloc_trim(0)
+    return before - rss_bytes()
