@@ -7,11 +7,10 @@ The loader proves that no interval can meet both and that each can be met, so a 
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,109 +18,23 @@ from typing import Any
 from o1lab import paths
 from o1lab.errors import ClaimsError, EstimateError, UnknownName
 from o1lab.registry import METRICS, NEEDS
+from o1lab.rules import Rule, finite, parse_side
 from o1lab.stats import Estimate
 
 FILE = Path(__file__).with_name("claims.toml")
 OUTCOMES = ("supported", "refuted", "inconclusive", "not evaluated")
 ROLES = ("claim", "remedy as written", "our remedy", "our measure")
-GROUPS = {"A": "Headline bottlenecks", "B": "Mechanisms", "C": "Methods", "D": "Remedies", "Z": "The template's own row"}
+GROUPS = {
+    "A": "Headline bottlenecks",
+    "B": "Mechanisms",
+    "C": "Methods",
+    "D": "Remedies",
+    "Z": "The template's own row",
+}
 NOTEBOOK = re.compile(r"(\d\d_[a-z0-9]+(_[a-z0-9]+)*|_template)")
 ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(/[a-z0-9]+(-[a-z0-9]+)*)?")
-BOUNDS = {"low_above": "above", "low_at_least": "at or above", "high_below": "below", "high_at_most": "at or below"}
-RANGES = {"within": "within", "outside": "outside"}
 _TEXT = ("id", "role", "title", "metric", "unit", "notebook", "why")
 _KEYS = {*_TEXT, "group", "section", "article", "figures", "article_value", "needs", "supported", "refuted"}
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Intervals with ``low`` beyond ``floor`` and ``high`` short of ``roof``; an ``open_`` end is not itself allowed."""
-
-    floor: float = -math.inf
-    open_floor: bool = False
-    roof: float = math.inf
-    open_roof: bool = False
-
-    def __and__(self, other: Box) -> Box:
-        floor, roof = max(self.floor, other.floor), min(self.roof, other.roof)
-        return Box(
-            floor,
-            any(box.open_floor for box in (self, other) if box.floor == floor),
-            roof,
-            any(box.open_roof for box in (self, other) if box.roof == roof),
-        )
-
-    def possible(self) -> bool:
-        """Whether some interval with ``low <= high`` lies in the box; exact, since ``low = high`` is an interval."""
-        return self.floor < self.roof or (self.floor == self.roof and not self.open_floor and not self.open_roof)
-
-    def holds(self, low: float, high: float) -> bool:
-        """Whether the interval ``[low, high]`` lies in the box."""
-        above = low > self.floor if self.open_floor else low >= self.floor
-        return above and (high < self.roof if self.open_roof else high <= self.roof)
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One side of a rule: conditions that must all hold for the whole interval.
-
-    Examples
-    --------
-    >>> Side({"low_at_least": 64.0}).holds(64, 120), Side({"outside": (1.0, 2.0)}).holds(0, 1)
-    (True, False)
-    """
-
-    conditions: Mapping[str, float | tuple[float, float]]
-
-    def boxes(self) -> tuple[Box, ...]:
-        """The side as a union of boxes; only ``outside`` makes more than one."""
-        union: tuple[Box, ...] = (Box(),)
-        for key, bound in self.conditions.items():
-            if isinstance(bound, tuple):
-                a, b = bound
-                cases = (Box(floor=a, roof=b),) if key == "within" else (Box(roof=a, open_roof=True), Box(b, True))
-            elif key.startswith("low"):
-                cases = (Box(floor=bound, open_floor=key == "low_above"),)
-            else:
-                cases = (Box(roof=bound, open_roof=key == "high_below"),)
-            union = tuple(box & case for box in union for case in cases)
-        return tuple(box for box in union if box.possible())
-
-    def holds(self, low: float, high: float) -> bool:
-        """Whether the interval ``[low, high]`` meets every condition."""
-        return any(box.holds(low, high) for box in self.boxes())
-
-    def words(self, unit: str = "") -> str:
-        """The side as the end of a sentence, e.g. ``at or above 64 B/request``."""
-        tail = "" if unit in ("", "1") else f" {unit}"
-        parts = []
-        for key, bound in self.conditions.items():
-            if isinstance(bound, tuple):
-                one = bound[0] == bound[1]
-                where = ("exactly" if key == "within" else "off") if one else RANGES[key]
-                parts.append(f"{where} {bound[0]:.12g}" if one else f"{where} [{bound[0]:.12g}, {bound[1]:.12g}]")
-            else:
-                parts.append(f"{BOUNDS[key]} {bound:.12g}")
-        return " and ".join(parts) + tail
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Two sides; an interval that meets neither is inconclusive."""
-
-    supported: Side
-    refuted: Side
-
-    def outcome(self, low: float, high: float) -> str:
-        """``"supported"``, ``"refuted"`` or ``"inconclusive"`` for the interval ``[low, high]``."""
-        if self.supported.holds(low, high):
-            return "supported"
-        return "refuted" if self.refuted.holds(low, high) else "inconclusive"
-
-    def numbers(self) -> tuple[float, ...]:
-        """Every bound that the rule names, in order."""
-        bounds = [*self.supported.conditions.values(), *self.refuted.conditions.values()]
-        return tuple(number for bound in bounds for number in (bound if isinstance(bound, tuple) else (bound,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +64,8 @@ class Claim:
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain JSON-able data, with the rule in words and whether the notebook exists."""
         plain = {name: getattr(self, name) for name in self.__slots__ if name != "rule"}
-        sides = {"supported": self.rule.supported, "refuted": self.rule.refuted}
-        plain |= {name: {k: list(v) if isinstance(v, tuple) else v for k, v in side.conditions.items()} for name, side in sides.items()}
         plain |= {"figures": list(self.figures), "needs": list(self.needs)}
+        plain |= {"supported": self.rule.supported.to_dict(), "refuted": self.rule.refuted.to_dict()}
         return plain | {"rule_words": rule_words(self), "notebook_exists": self.notebook_exists()}
 
 
@@ -336,7 +248,7 @@ def _claim(row: Any, number: int, earlier: Claims) -> Claim:
     for key in ("needs", "figures"):
         texts = row.get(key, [])
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-            raise bad(key, f"{texts!r} is no list of texts", "write it as [\"…\", \"…\"]")
+            raise bad(key, f"{texts!r} is no list of texts", 'write it as ["…", "…"]')
     for need in row.get("needs", []):
         if need not in NEEDS:
             raise bad("needs", f"unknown need {need!r}", "use some of " + _near(need, NEEDS))
@@ -344,12 +256,13 @@ def _claim(row: Any, number: int, earlier: Claims) -> Claim:
         raise bad("needs", "is missing or empty", 'write ["cpu"] if any machine will do')
     if not isinstance(row.get("article", ""), str):
         raise bad("article", f"{row['article']!r} is no text", "write it as a text")
-    if "article_value" in row and not _finite(row["article_value"]):
+    if "article_value" in row and not finite(row["article_value"]):
         raise bad("article_value", f"{row['article_value']!r} is no finite number", "write a number or leave it out")
-    sides = {}
-    for key in ("supported", "refuted"):
-        sides[key] = _side(row.get(key), lambda problem, way, key=key: bad(key, problem, way))
-    if any((a & b).possible() for a in sides["supported"].boxes() for b in sides["refuted"].boxes()):
+    rule = Rule(
+        parse_side(row.get("supported"), lambda problem, way: bad("supported", problem, way)),
+        parse_side(row.get("refuted"), lambda problem, way: bad("refuted", problem, way)),
+    )
+    if rule.overlaps():
         raise bad("refuted", "some interval is both supported and refuted", "make the two sides exclude each other")
     return Claim(
         **{key: row[key] for key in _TEXT},
@@ -359,37 +272,9 @@ def _claim(row: Any, number: int, earlier: Claims) -> Claim:
         figures=tuple(row.get("figures", ())),
         article_value=float(row["article_value"]) if "article_value" in row else None,
         needs=tuple(row["needs"]),
-        rule=Rule(**sides),
+        rule=rule,
         parent=parent,
     )
-
-
-def _side(table: Any, bad: Any) -> Side:
-    """Check one side of a rule; ``bad(problem, way_out)`` makes the error."""
-    known = ", ".join((*BOUNDS, *RANGES))
-    if not isinstance(table, dict) or not table:
-        raise bad("has no condition", f"give at least one of {known}")
-    conditions: dict[str, float | tuple[float, float]] = {}
-    for key, bound in table.items():
-        if key in BOUNDS and _finite(bound):
-            conditions[key] = float(bound)
-        elif key in RANGES and isinstance(bound, list) and len(bound) == 2 and all(map(_finite, bound)):
-            conditions[key] = (float(bound[0]), float(bound[1]))
-            if bound[0] > bound[1]:
-                raise bad(f"{key} = {bound} has its ends the wrong way round", "write the smaller one first")
-        elif key in BOUNDS or key in RANGES:
-            kind = "a finite number" if key in BOUNDS else "a list of two finite numbers"
-            raise bad(f"{key} = {bound!r} is not {kind}", "correct the bound")
-        else:
-            raise bad(f"unknown condition {key!r}", f"use {known}")
-    side = Side(conditions)
-    if not side.boxes():
-        raise bad("no interval can satisfy it", "widen it, or drop one of its conditions")
-    return side
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _near(name: str, known: Collection[str]) -> str:
@@ -400,8 +285,9 @@ def _near(name: str, known: Collection[str]) -> str:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``python -m o1lab claims``."""
-    parser.add_argument("--id", metavar="ID", help="show one claim in full")
-    parser.add_argument("--notebook", metavar="NAME", help="only the claims that this notebook decides")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--id", metavar="ID", help="show one claim in full")
+    which.add_argument("--notebook", metavar="NAME", help="only the claims that this notebook decides")
     parser.add_argument("--capabilities", action="store_true", help="mark what this machine can decide")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
 
