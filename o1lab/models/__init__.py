@@ -149,7 +149,7 @@ def load(name: str, device: str | torch.device | None = None, dtype: str | torch
     if name == "reasoner":
         raise ModelError("'reasoner' comes with the chains lab later; 'smollm2' is a real model that is here now")
     if not isinstance(name, str) or not name:
-        raise UnknownName("model", str(name), NAMES)
+        raise UnknownName("model", str(name), NAMES, "or a Hugging Face id of the form org/name")
     if re.match(r"https?://", name):
         raise ModelError(f"{name}: endpoints are not part of this version yet; load a local model, such as 'smollm2'")
     path = Path(name).expanduser()
@@ -165,7 +165,7 @@ def load(name: str, device: str | torch.device | None = None, dtype: str | torch
     elif re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         source, folder = f"Hugging Face {name}", hub.download(name)
     else:
-        raise UnknownName("model", name, NAMES, "a Hugging Face id has the form org/name")
+        raise UnknownName("model", name, NAMES, "or a Hugging Face id of the form org/name")
     hub.check_config(name, folder)
     again = f"delete {folder}, it is made again" if folder.parent == paths.cache() else "download it again"
     _check_room(name, hub.check_weights(name, folder, kind.itemsize, again), place)

@@ -129,5 +129,6 @@ def _write(path: Path, folder: Path) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
+    tokenizer.clean_up_tokenization_spaces = False  # true would be ignored with a warning: it is not for BPE
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
