@@ -33,6 +33,7 @@ __all__ = [
     "new_run_id",
     "now",
     "plain",
+    "read_manifest",
     "read_record",
     "read_run",
     "record_path",
@@ -218,6 +219,11 @@ class Run:
     folder: Path = Path()
 
 
+def read_manifest(run_dir: str | Path) -> dict[str, Any]:
+    """Read a run's ``run.json``; raises :class:`RecordError` if it is missing, truncated or of a newer schema."""
+    return _load(Path(run_dir) / "run.json")
+
+
 def read_run(run_dir: str | Path) -> Run:
     """Read a result folder; a corrupt record or manifest becomes a line in ``problems``, the rest stays readable.
 
@@ -234,7 +240,7 @@ def read_run(run_dir: str | Path) -> Run:
     if not folder.is_dir() or not ((folder / "run.json").exists() or files):
         raise RecordError(f"{folder} holds no run; name a folder that `python -m o1lab run` made")
     try:
-        manifest = _load(folder / "run.json")
+        manifest = read_manifest(folder)
     except RecordError as error:
         problems.append(str(error))
     for path in files:
@@ -259,7 +265,7 @@ def latest_run(results: str | Path | None = None) -> Path:
     finished: list[tuple[str, Path]] = []
     for path in root.glob("*/run.json"):
         try:
-            content = _load(path)
+            content = read_manifest(path.parent)
         except RecordError:
             continue  # an unreadable manifest is no finished run; read_run names the problem when it is asked for
         if isinstance(content.get("finished"), str):
