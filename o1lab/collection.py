@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -117,10 +118,8 @@ def _typed(notebook: str, name: str, value: Any, default: Any) -> Any:
     """Check one value against the default; an int may stand for a float, nothing else for another type."""
     if isinstance(value, str) and not isinstance(default, str):
         words = {"true": "True", "false": "False", "none": "None"}
-        try:
+        with contextlib.suppress(ValueError, SyntaxError):  # else a text, and the check below says what was wanted
             value = ast.literal_eval(words.get(value.strip().lower(), value.strip()))
-        except (ValueError, SyntaxError):
-            pass  # it stays a text, and the check below says what was wanted
     if default is UNKNOWN or default is None or type(value) is type(default):
         return value
     if isinstance(default, float) and type(value) is int:

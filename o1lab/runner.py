@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -279,7 +278,8 @@ def command(options: argparse.Namespace) -> int:
         cell_seconds=options.cell_seconds,
         notebook_seconds=options.notebook_seconds,
     )
-    counts = Counter(entry["status"] for entry in done.manifest["notebooks"])
-    if counts["interrupted"]:
+    chosen = set(collection.resolve(options.names))
+    statuses = {entry["status"] for entry in done.manifest["notebooks"] if entry["name"] in chosen}
+    if "interrupted" in statuses:
         return 130
-    return 0 if set(counts) == {"ok"} and not done.problems else 1
+    return 0 if statuses == {"ok"} and not done.problems else 1

@@ -58,6 +58,8 @@ class LeakReport:
     host, device : Estimate or None
         In-use growth in bytes per request: median over the judged rounds with its distribution-free 95 % interval.
         ``None`` where the machine has no exact counter (host: not glibc; device: no CUDA).
+    total : Estimate or None
+        Host and device together, round by round.
     rss, reserved : Estimate or None
         The same for resident memory and for the allocator's reserved bytes: what outside tools watch.
     replay_host, replay_device : Estimate or None
@@ -73,6 +75,7 @@ class LeakReport:
     kind: str
     host: Estimate | None
     device: Estimate | None
+    total: Estimate | None
     rss: Estimate | None
     reserved: Estimate | None
     replay_host: Estimate | None
@@ -234,12 +237,13 @@ class _Probe:
         found = self.ledger[round_number * len(COUNTERS) + COUNTERS.index(counter)]
         return None if found == ABSENT else found
 
-    def rate(self, first: int, last: int, counter: str) -> Estimate | None:
-        """Median growth per request over the round ends ``first`` … ``last``."""
-        values = [self.value(number, counter) for number in range(first, last + 1)]
-        if any(value is None for value in values):
+    def rate(self, first: int, last: int, *names: str) -> Estimate | None:
+        """Median growth per request over the round ends ``first`` … ``last``, of the sum of the named counters."""
+        series = [[self.value(number, name) for number in range(first, last + 1)] for name in names]
+        if any(value is None for values in series for value in values):
             return None
-        return median([(b - a) / self.per_round for a, b in itertools.pairwise(values)], UNIT)  # type: ignore[operator]
+        sums = [sum(values) for values in zip(*series, strict=True)]  # type: ignore[arg-type]
+        return median([(b - a) / self.per_round for a, b in itertools.pairwise(sums)], UNIT)
 
     def grew(self, estimate: Estimate | None, floor: float | None = None) -> bool:
         return estimate is not None and estimate.low > (self.floor if floor is None else floor)
@@ -257,6 +261,7 @@ class _Probe:
         last = warm + self.rounds
         rates = {name: self.rate(warm, last, name) for name in COUNTERS}
         host, device = rates["host_in_use"], rates["device_allocated"]
+        total = host if device is None else self.rate(warm, last, "host_in_use", "device_allocated")
         replay_host = replay_device = None
         if self.grew(host) or self.grew(device):
             for _ in range(REPLAY_ROUNDS):
@@ -268,7 +273,7 @@ class _Probe:
         kind = self.judge(warm, last, rates, replay_host, replay_device, returned)
         readings = tuple(Reading(*(self.value(number, name) for name in COUNTERS)) for number in range(last + 1))  # type: ignore[arg-type]
         return LeakReport(
-            kind, host, device, rates["rss"], rates["device_reserved"], replay_host, replay_device, readings,
+            kind, host, device, total, rates["rss"], rates["device_reserved"], replay_host, replay_device, readings,
             warm, self.per_round, self.pending[last], time.perf_counter() - begun, ADVICE[kind], returned,
         )  # fmt: skip
 

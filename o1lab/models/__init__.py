@@ -186,7 +186,7 @@ def _read(name: str, folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ModelError(f"{name} does not fit in memory: choose a smaller model or dtype") from error
     except Exception as error:
-        raise ModelError(f"transformers cannot load {name}: {str(error).strip().splitlines()[0]}") from error
+        raise ModelError(f"transformers cannot load {name}: {hub.first_line(error)}") from error
     if absent := sorted(report["missing_keys"]):
         raise ModelError(f"{name} lacks {len(absent)} of its weights (first: {absent[0]}); download it again")
     return model, tokenizer

