@@ -157,7 +157,11 @@ def _measured(ceilings: list[dict[str, Any]]) -> list[tuple[str, str]]:
         rows.append((entry["name"], f"{_rate(entry['rate']) if entry['rate'] else entry['note']}"))
         detail = f"{entry['size']}, {entry['device']}"
         rows.append(("", detail + (f"; {entry['note']}" if entry["note"] and entry["rate"] else "")))
-    return [*rows, ("", "Median and its 95 % interval; copy counts bytes read and written.")]
+    remark = (
+        "Median and its 95 % interval within this run; copy counts bytes read and written. Other load on the machine"
+        " can move a rate by far more than the interval: repeat when in doubt."
+    )
+    return [*rows, ("", remark)]
 
 
 def _decidable(claims: dict[str, Any]) -> list[tuple[str, str]]:
