@@ -142,8 +142,8 @@ def measure(
     -----
     Copy counts bytes read and written (``Tensor.copy_`` between two buffers of one device). Read is the sum of one
     fp32 buffer. Matmul is square: bf16 on CUDA (fp16 before Ampere), fp32 on a CPU, on normally distributed data, since
-    zeros draw less power and run faster. The interval is that of one run: it does not cover what other load on the
-    machine does to the next run, which on a shared CPU can be a factor of three.
+    zeros draw less power and run faster. The interval is that of one run: it does not
+    cover differences between runs, which on a shared two-core CPU reached a factor of three (cause not established).
     """
     import torch
 

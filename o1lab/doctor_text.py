@@ -158,8 +158,8 @@ def _measured(ceilings: list[dict[str, Any]]) -> list[tuple[str, str]]:
         detail = f"{entry['size']}, {entry['device']}"
         rows.append(("", detail + (f"; {entry['note']}" if entry["note"] and entry["rate"] else "")))
     remark = (
-        "Median and its 95 % interval within this run; copy counts bytes read and written. Other load on the machine"
-        " can move a rate by far more than the interval: repeat when in doubt."
+        "Median and its 95 % interval within this run; copy counts bytes read and written. On a shared machine"
+        " two runs can differ by far more than the interval: repeat when in doubt."
     )
     return [*rows, ("", remark)]
 
