@@ -57,26 +57,32 @@ def resolve(asked: Iterable[str]) -> list[str]:
 
 
 def parameters(notebook: str) -> dict[str, Any]:
-    """Parameters of a notebook with their default values, read by papermill without running it.
+    """Parameters of a notebook with their default values, read without running it.
+
+    papermill's own reader is used, below ``inspect_notebook``, which refuses a notebook stripped of its language.
 
     Raises
     ------
     RunError
         If the file is no readable notebook.
     """
-    import papermill
+    import nbformat
+    from papermill.translators import PythonTranslator
 
     path = paths.notebooks() / f"{notebook}.ipynb"
     try:
-        found = papermill.inspect_notebook(str(path))
-    except (ValueError, KeyError, AttributeError, OSError) as error:
-        raise RunError(f"{path} is no usable notebook ({error}); restore it from git") from error
+        book = nbformat.read(path, as_version=4)
+        tagged = (cell for cell in book.cells if "parameters" in cell.metadata.get("tags", []))
+        cell = next(tagged, None)
+        found = PythonTranslator.inspect(cell) if cell is not None else []
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise RunError(f"{path} is no usable notebook ({type(error).__name__}); restore it from git") from error
     defaults: dict[str, Any] = {}
-    for name, entry in found.items():
+    for parameter in found:
         try:
-            defaults[name] = ast.literal_eval(entry["default"])
+            defaults[parameter.name] = ast.literal_eval(parameter.default)
         except (ValueError, SyntaxError):
-            defaults[name] = UNKNOWN
+            defaults[parameter.name] = UNKNOWN
     return defaults
 
 

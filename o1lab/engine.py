@@ -97,7 +97,7 @@ class Manager(AsyncKernelManager):
     @property
     def kernel_spec(self) -> KernelSpec:
         """The specification of this interpreter's IPython kernel."""
-        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
         return KernelSpec(argv=command, display_name="Python 3", language="python")
 
 
