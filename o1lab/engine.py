@@ -23,6 +23,8 @@ from o1lab import records
 NAME = "o1lab"
 MOST_TEXT = 1_000_000
 """Characters of printed text kept per cell; an endless loop of prints must not fill memory and disk."""
+IOPUB_SECONDS = 60
+"""How long outputs may lag behind the end of their cell; nbclient's 4 s are too few on a busy machine."""
 
 logger = logging.getLogger("o1lab.kernel")
 logger.addHandler(logging.NullHandler())
@@ -109,6 +111,7 @@ class Client(PapermillNotebookClient):
             nb_man,
             kernel_manager_class=Manager,
             timeout_func=lambda cell: max(0.05, min(execution.cell_seconds, execution.rest())),
+            iopub_timeout=IOPUB_SECONDS,
             force_raise_errors=True,  # an exception fails the notebook, also under the tag raises-exception
             log=logger,
             **options,
@@ -134,6 +137,10 @@ class Client(PapermillNotebookClient):
             except CellExecutionError as error:
                 raise Stopped("failed", f"{state.where()}: {error.ename}: {first_line(error.evalue)}") from error
             except CellTimeoutError as error:
+                if "IOPub" in str(error):  # the cell ended, its outputs did not arrive: not the cell's budget
+                    raise Stopped(
+                        "failed", f"{state.where()}: its outputs did not arrive in {IOPUB_SECONDS} s"
+                    ) from error
                 raise state.timeout() from error
             except DeadKernelError as error:
                 raise Stopped("dead kernel", f"{state.where()}: {self._death()}") from error

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from o1lab.claims import Verdict
     from o1lab.engine import Execution
 
-LOG_SECONDS = 20.0
+LOG_SECONDS = 10.0
 """In a log, a notebook that takes long says where it is this often."""
 
 
@@ -65,6 +65,12 @@ class Line:
         if self.moves:
             self.stream.write("\r\x1b[2K")
             self.stream.flush()
+
+
+def short(path: Path) -> str:
+    """A path as a person would type it: relative where it lies below the current folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def count_verdicts(verdicts: Iterable[Verdict]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 
 from o1lab import collection, engine, hardware, lab, lab_view, paths, records
 from o1lab.errors import RecordError, RunError
-from o1lab.run_view import Line, finish_line, ledger_line, status_table
+from o1lab.run_view import Line, finish_line, ledger_line, short, status_table
 
 
 class Budget(NamedTuple):
@@ -90,7 +90,8 @@ def run(
     with records.RunLock(folder):
         manifest = _manifest(folder, resolved, list(chosen))
         records.write_json(folder / "run.json", manifest)
-        print(f"run {manifest['run_id']} · preset {resolved} · {manifest['device']} · {folder}", file=stream)
+        head = f"run {manifest['run_id']} · preset {resolved} · {manifest['device']} · {short(folder)}"
+        print(head, file=stream, flush=True)
         try:
             for name, defaults in chosen.items():
                 inject = dict(given[name])
@@ -100,6 +101,10 @@ def run(
                 _run_one(folder, manifest, name, inject, {**literal, **inject}, budget, stream)
         except KeyboardInterrupt:
             print("interrupted; writing what was done", file=stream)
+            manifest["interrupted"] = True
+            for entry in manifest["notebooks"]:
+                if entry["status"] == "running":
+                    entry.update(status="interrupted", detail="stopped by Ctrl-C")
         manifest["finished"] = records.now()
         records.write_json(folder / "run.json", manifest)
         return _conclude(folder, manifest, stream)
@@ -210,7 +215,7 @@ def _judge(folder: Path, run_id: str, name: str, execution: engine.Execution) ->
     try:
         record = records.read_record(records.record_path(folder, name), run_id)
     except RecordError as error:
-        return "no record", f"ran to its end, but {error}"
+        return "no record", f"ran to its end, but {error}".replace(f"{folder}{os.sep}", "")
     if record.notebook != name:
         return "no record", f"ran to its end, but its record is of {record.notebook}; correct the name in o1lab.start"
     if record.finished < execution.last_started:
@@ -225,10 +230,10 @@ def _conclude(folder: Path, manifest: dict[str, Any], stream: TextIO) -> records
     try:
         from o1lab import report
 
-        print(f"report: {report.write(folder)}", file=stream, flush=True)
+        print(f"report: {short(Path(report.write(folder)))}", file=stream, flush=True)
     except Exception as error:  # noqa: BLE001  (the run is on disk; whatever breaks the report must not lose it)
         problem = f"no report: {type(error).__name__}: {engine.first_line(str(error))}"
-        print(f"{problem}; `python -m o1lab report {folder}` tries again", file=stream, flush=True)
+        print(f"{problem}; `python -m o1lab report {short(folder)}` tries again", file=stream, flush=True)
         done.problems.append(problem)
     return done
 
@@ -252,6 +257,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def command(options: argparse.Namespace) -> int:
     """Run as asked; 0 if every notebook counts and the report is written, 1 if not, 130 after Ctrl-C."""
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show '·' gets '?', not a traceback
+        sys.stdout.reconfigure(errors="replace")
     if options.list:
         for name in collection.resolve(options.names) if options.names else collection.names():
             defaults = collection.parameters(name)
@@ -280,6 +287,6 @@ def command(options: argparse.Namespace) -> int:
     )
     chosen = set(collection.resolve(options.names))
     statuses = {entry["status"] for entry in done.manifest["notebooks"] if entry["name"] in chosen}
-    if "interrupted" in statuses:
+    if done.manifest.get("interrupted"):
         return 130
     return 0 if statuses == {"ok"} and not done.problems else 1

@@ -243,7 +243,8 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_ctrl_c_keeps_what_was_done(room):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_what_was_done(room, sent):
     marker = room / "started"
     write(room / "notebooks", "00_first", RECORD + 'put("00_first")')
     write(
@@ -264,7 +265,7 @@ def test_ctrl_c_keeps_what_was_done(room):
         assert time.monotonic() < deadline, "the cell never started"
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "01_waits  interrupted" in output
@@ -418,6 +419,20 @@ def test_a_failing_report_does_not_lose_the_run(one, monkeypatch, capsys):
     assert main(["run", "00", "--run-id", RUN]) == 1
     assert "no report: KeyError: 'no such figure'" in capsys.readouterr().out
     assert records.read_run(one / "results" / RUN).manifest["finished"]
+
+
+def test_ctrl_c_between_two_notebooks(one, monkeypatch, capsys):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_execute", lambda *_: None)
+    monkeypatch.setattr(engine, "save", lambda *_: None)
+    monkeypatch.setattr(runner, "finish_line", stop)
+    assert main(["run", "--run-id", RUN]) == 130
+    manifest = records.read_manifest(one / "results" / RUN)
+    assert [entry["status"] for entry in manifest["notebooks"]] == ["no record", "pending"]
+    assert manifest["interrupted"] is True
+    assert manifest["finished"]
 
 
 def test_a_disk_that_fills_while_running(one, monkeypatch):
