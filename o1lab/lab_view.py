@@ -54,7 +54,7 @@ def badge(outcome: str) -> Html:
     """An outcome as sign and word, e.g. ``✓ supported``."""
     sign, colour, border = BADGES[outcome]
     text = f"{sign} {outcome}"
-    style = f"border:3px {border} {colour};border-radius:4px;padding:0 6px;background:#fff;color:#1a1a1a"
+    style = f"display:inline-block;border:3px {border} {colour};border-radius:4px;padding:0 6px;background:#fff;color:#1a1a1a"
     return Html(f'<b style="{style};white-space:nowrap">{text}</b>', text)
 
 
@@ -107,4 +107,4 @@ def opening(rows: Sequence[tuple[str, Any]], decidable: Sequence[tuple[str, str,
     session = table("This session", ("", ""), rows)
     if not decidable:
         return both(session, Card("<p>This notebook decides no claim of its own.</p>", "No claim of its own."))
-    return both(session, table("What this machine can decide", ("claim", "", "can it be decided here?"), decidable))
+    return both(session, table("What this machine can decide", ("claim", "what it says", "can it be decided here?"), decidable))
