@@ -1,0 +1,357 @@
+"""Figures of the lab: one template, fixed colours with a second cue each, and one function that shows them.
+
+Functions return figures; only :func:`show` displays. Titles state the finding, axes carry units, captions the key
+number. Colours keep their meaning in every notebook: broken vermilion, fixed blue, prediction black and dashed, control
+grey; each has a dash and a marker of its own, so that a grey print and a colour-blind reader lose nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sys
+import textwrap
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+import plotly.io as pio
+
+from o1lab.errors import EstimateError, O1labError
+
+MOST_POINTS = 2000
+WIDTH, HEIGHT = 900, 520
+
+
+class Style(NamedTuple):
+    """How one role is drawn: colour, line dash, marker symbol, bar pattern."""
+
+    colour: str
+    dash: str
+    symbol: str
+    pattern: str
+
+
+STYLES = {
+    "broken": Style("#D55E00", "solid", "circle", ""),
+    "fixed": Style("#0072B2", "solid", "square", "/"),
+    "ideal": Style("#000000", "dash", "diamond-open", "x"),
+    "control": Style("#767676", "dot", "triangle-up", "."),
+}
+COLOURS = {role: style.colour for role, style in STYLES.items()}
+PLAIN = {"broken": "broken", "fixed": "fixed", "ideal": "predicted", "control": "control"}
+
+TEMPLATE = go.layout.Template(
+    layout={
+        "font": {
+            "family": "system-ui, -apple-system, Segoe UI, DejaVu Sans, sans-serif",
+            "size": 14,
+            "color": "#1a1a1a",
+        },
+        "title": {"font": {"size": 17}, "x": 0, "xref": "paper", "xanchor": "left"},
+        "paper_bgcolor": "#ffffff",
+        "plot_bgcolor": "#ffffff",
+        "colorway": [style.colour for style in STYLES.values()],
+        "margin": {"l": 80, "r": 130, "t": 70, "b": 70},
+        "xaxis": {
+            "showline": True,
+            "linecolor": "#444444",
+            "gridcolor": "#e6e6e6",
+            "ticks": "outside",
+            "zeroline": False,
+            "automargin": True,
+        },
+        "yaxis": {
+            "showline": True,
+            "linecolor": "#444444",
+            "gridcolor": "#e6e6e6",
+            "ticks": "outside",
+            "zeroline": False,
+            "automargin": True,
+        },
+        "hovermode": "x unified",
+        "showlegend": False,
+    }
+)
+
+
+class FigureError(O1labError, ValueError):
+    """A figure that a reader could not use: no title, an axis without a title, or series that do not fit."""
+
+
+def register() -> None:
+    """Register the template as ``"o1lab"`` and make it plotly's default."""
+    pio.templates["o1lab"] = TEMPLATE
+    pio.templates.default = "o1lab"
+
+
+register()
+
+
+def downsample(x: Sequence[float], y: Sequence[float], most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """Thin a series to at most ``most`` points, keeping first, last and each bucket's lowest and highest point.
+
+    Parameters
+    ----------
+    x, y : sequence of float, shape (n,)
+
+    Examples
+    --------
+    >>> x, y = downsample(range(100_000), [0.0] * 99_999 + [7.0])
+    >>> len(x) <= 2000, y.max()
+    (True, 7.0)
+    """
+    xs, ys = np.asarray(x), np.asarray(y, dtype=float)
+    if xs.shape != ys.shape or xs.ndim != 1:
+        raise FigureError(f"x has shape {xs.shape} and y {ys.shape}: give two flat series of equal length")
+    if xs.size <= most:
+        return xs, ys
+    buckets = max(1, (most - 2) // 2)
+    edges = np.linspace(0, xs.size, buckets + 1).astype(int)
+    keep = {0, xs.size - 1}
+    for start, end in zip(edges[:-1], edges[1:], strict=True):
+        part = ys[start:end]
+        if np.isfinite(part).any():
+            keep |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
+    index = np.array(sorted(keep))
+    return xs[index], ys[index]
+
+
+def broken_vs_fixed(
+    x: Sequence[Any], broken: Sequence[float], fixed: Sequence[float], *, title: str, x_title: str, y_title: str,
+    ideal: Sequence[float] | None = None, control: Sequence[float] | None = None,
+    labels: Mapping[str, str] | None = None, kind: str = "line",
+    bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None, log_y: bool = False,
+) -> go.Figure:  # fmt: skip
+    """The shape of every signature figure: broken and fixed on the same axes, with prediction and control.
+
+    Parameters
+    ----------
+    x : sequence, shape (n,)
+        Positions (numbers for ``kind="line"``, names for ``kind="bar"``).
+    broken, fixed, ideal, control : sequence of float, shape (n,)
+    labels : mapping, optional
+        Direct labels by role; default ``broken, fixed, predicted, control``.
+    kind : {"line", "bar"}
+    bands : mapping of role to (low, high), optional
+        95 % intervals: shaded beside lines, error bars on bars.
+    log_y : bool
+        Logarithmic y axis.
+
+    Raises
+    ------
+    FigureError
+        Series of unequal length, an unknown role or kind.
+
+    Examples
+    --------
+    >>> figure = broken_vs_fixed([0, 1], [0, 5], [0, 0], title="it leaks", x_title="requests", y_title="growth (KiB)")
+    >>> [trace.name for trace in figure.data]
+    ['broken', 'fixed']
+    """
+    series = {"control": control, "ideal": ideal, "broken": broken, "fixed": fixed}
+    names = {**PLAIN, **(labels or {})}
+    unknown = [role for role in [*(labels or {}), *(bands or {})] if role not in STYLES]
+    if unknown or kind not in ("line", "bar"):
+        raise FigureError(f"unknown role or kind {unknown or kind!r}; roles: {', '.join(STYLES)}; kinds: line, bar")
+    figure = go.Figure()
+    ends: list[tuple[float, float, str]] = []
+    for role, values in series.items():
+        if values is None:
+            continue
+        if len(values) != len(x):
+            raise FigureError(f"{role} has {len(values)} points, x has {len(x)}")
+        style, name = STYLES[role], names[role]
+        low, high = (bands or {}).get(role, (None, None))
+        if kind == "bar":
+            error = None
+            if low is not None:
+                spread = {"array": np.subtract(high, values), "arrayminus": np.subtract(values, low)}
+                error = {"type": "data", "color": "#1a1a1a", **spread}
+            marker = {
+                "color": style.colour,
+                "pattern": {"shape": style.pattern, "fgcolor": "#ffffff", "solidity": 0.25},
+            }
+            figure.add_bar(x=list(x), y=list(values), name=name, error_y=error, marker=marker)
+            continue
+        if low is not None:
+            _band(figure, x, low, high, style.colour)
+        xs, ys = downsample(x, values)
+        marks = role in ("broken", "fixed") and len(xs) <= 60
+        figure.add_scatter(
+            x=xs, y=ys, name=name, mode="lines+markers" if marks else "lines",
+            line={"color": style.colour, "dash": style.dash, "width": 3 if role in ("broken", "fixed") else 2},
+            marker={"symbol": style.symbol, "size": 7},
+        )  # fmt: skip
+        ends.append((float(xs[-1]), float(ys[-1]), role))
+    if kind == "line":
+        _label_ends(figure, ends, names, log_y)
+        figure.update_xaxes(range=_span([float(value) for value in x]))
+    else:
+        figure.update_layout(showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"}, bargap=0.3)
+        figure.update_layout(margin={"r": 40, "t": 100}, xaxis_type="category")
+    figure.update_layout(title_text="<br>".join(textwrap.wrap(title, 78)), template="o1lab")
+    figure.update_xaxes(title_text=x_title)
+    figure.update_yaxes(title_text=y_title, type="log" if log_y else "linear")
+    return figure
+
+
+def _band(figure: go.Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], colour: str) -> None:
+    xs, lows = downsample(x, low)
+    xh, highs = downsample(x, high)
+    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    figure.add_scatter(
+        x=np.concatenate([xh, xs[::-1]]), y=np.concatenate([highs, lows[::-1]]), fill="toself", mode="lines",
+        line={"width": 0}, fillcolor=f"rgba({red},{green},{blue},0.18)", hoverinfo="skip", showlegend=False,
+    )  # fmt: skip
+
+
+def _span(x: Sequence[float]) -> list[float]:
+    """Range of the x axis: the data and 2 % to each side, so that the lines' names stand in the margin."""
+    low, high = min(x), max(x)
+    room = 0.02 * ((high - low) or 1.0)
+    return [low - room, high + room]
+
+
+def _label_ends(figure: go.Figure, ends: list[tuple[float, float, str]], names: Mapping[str, str], log_y: bool) -> None:
+    """Write each line's name at its right end, moved apart so that labels never lie on one another."""
+
+    def height(value: float) -> float:
+        return float(np.log10(max(value, 1e-12))) if log_y else value
+
+    values = [height(float(v)) for trace in figure.data for v in np.asarray(trace.y, dtype=float) if np.isfinite(v)]
+    span = (max(values) - min(values)) or 1.0
+    placed: list[float] = []
+    for x, y, role in sorted(ends, key=lambda end: height(end[1])):
+        at = height(y)
+        spot = max(at, placed[-1] + 0.065 * span) if placed else at
+        placed.append(spot)
+        shift = (spot - at) / span * 0.85 * (HEIGHT - 140)
+        figure.add_annotation(
+            x=x, y=at, xanchor="left", xshift=8, yshift=shift, showarrow=False, text=f"<b>{names[role]}</b>",
+            font={"color": STYLES[role].colour, "size": 13},
+        )  # fmt: skip
+
+
+def find_browser() -> str | None:
+    """Path of a Chromium-like browser for PNG export, or ``None``; ``O1LAB_BROWSER`` names one (``none``: use none)."""
+    given = os.environ.get("O1LAB_BROWSER")
+    if given:
+        return None if given.lower() == "none" else shutil.which(given)
+    names = (
+        "chromium",
+        "chromium-browser",
+        "google-chrome",
+        "google-chrome-stable",
+        "chrome",
+        "msedge",
+        "microsoft-edge",
+    )
+    places: list[str] = []
+    if sys.platform == "darwin":
+        apps = ("Google Chrome", "Chromium", "Microsoft Edge")
+        places = [f"/Applications/{app}.app/Contents/MacOS/{app}" for app in apps]
+    elif sys.platform == "win32":
+        tails = (r"Google\Chrome\Application\chrome.exe", r"Microsoft\Edge\Application\msedge.exe")
+        roots = [os.environ.get(name, "") for name in ("PROGRAMFILES", "PROGRAMFILES(X86)", "LOCALAPPDATA")]
+        places = [os.path.join(root, tail) for root in roots if root for tail in tails]
+    found = (shutil.which(name) for name in names)
+    return next((path for path in found if path), None) or next((path for path in places if Path(path).is_file()), None)
+
+
+def png(figure: go.Figure, *, width: int = WIDTH, height: int = HEIGHT, seconds: float = 30.0) -> bytes | None:
+    """The figure as PNG bytes at twice the given size in pixels, or ``None`` without a browser (said once)."""
+    browser = find_browser()
+    if browser is None:
+        return None
+    import kaleido
+
+    options = {"format": "png", "width": width, "height": height, "scale": 2}
+    launch = {"path": browser, "timeout": seconds, "mathjax": False}
+    try:
+        data = kaleido.calc_fig_sync(figure.to_dict(), opts=options, kopts=launch)
+    except Exception as error:  # noqa: BLE001 (each layer has its own errors; no PNG must cost a measurement; it is said)
+        _say_once(f"no PNG: the browser failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return None
+    return bytes(data)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+def check(figure: go.Figure) -> None:
+    """Refuse a figure that a reader could not use.
+
+    Raises
+    ------
+    FigureError
+        No title, an axis without a title, or a trace of more than 2 000 points (:func:`downsample` thins it).
+    """
+    layout = figure.layout
+    if not layout.title.text:
+        raise FigureError("the figure has no title: state the finding in it")
+    for axis in (layout.xaxis, layout.yaxis):
+        if not axis.title.text:
+            raise FigureError(f"the {axis.plotly_name} has no title: name the quantity and its unit")
+    for trace in figure.data:
+        for part in ("x", "y"):
+            values = getattr(trace, part, None)
+            if values is not None and len(values) > 2 * MOST_POINTS + 2:
+                raise FigureError(
+                    f"trace {trace.name!r} has {len(values)} points; plots.downsample keeps {MOST_POINTS}"
+                )
+
+
+def bundle(figure: go.Figure, caption: str) -> dict[str, Any]:
+    """The figure as one display bundle: plotly JSON, the caption as text, and a PNG where a browser is found."""
+    import json
+
+    check(figure)
+    if not caption.strip():
+        raise EstimateError("a figure needs a caption that says its key number in words")
+    data: dict[str, Any] = {
+        "application/vnd.plotly.v1+json": {**json.loads(figure.to_json()), "config": {"responsive": True}},
+        "text/plain": caption,
+    }
+    image = png(figure)
+    if image is not None:
+        import base64
+
+        data["image/png"] = base64.b64encode(image).decode()
+    return data
+
+
+def show(figure: go.Figure, caption: str, name: str | None = None) -> dict[str, Any]:
+    """Publish a figure with its caption and return the bundle; outside a notebook the caption is printed.
+
+    The figure shown carries the caption below its plot, so that it can be read wherever the figure is drawn.
+    """
+    from o1lab.progress import in_kernel
+
+    shown = captioned(figure, caption)
+    data = bundle(shown, caption)
+    if in_kernel():
+        from IPython.display import display
+
+        display(data, raw=True, metadata={"o1lab": {"figure": name or "", "caption": caption}})
+    else:
+        print(f"figure {name or ''}: {caption}")
+    return data
+
+
+def captioned(figure: go.Figure, caption: str) -> go.Figure:
+    """A copy of ``figure`` with ``caption`` wrapped below its plot, under the axis title."""
+    copy = go.Figure(figure)
+    lines = textwrap.wrap(caption, 100)
+    copy.add_annotation(
+        text="<br>".join(lines), xref="paper", yref="paper", x=0, y=0, xanchor="left", yanchor="top", yshift=-66,
+        showarrow=False, align="left", font={"size": 13, "color": "#444444"}, name="caption",
+    )  # fmt: skip
+    copy.update_layout(margin={"b": 92 + 18 * len(lines)}, height=HEIGHT)
+    return copy
