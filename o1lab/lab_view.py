@@ -17,6 +17,7 @@ BADGES = {
     "inconclusive": ("?", "#767676", "dashed"),
     "not evaluated": ("–", "#767676", "dotted"),
 }
+_BADGE = "display:inline-block;border-radius:4px;padding:0 6px;background:#fff;color:#1a1a1a;white-space:nowrap"
 _TABLE = "border-collapse:collapse;background:#fff;color:#1a1a1a;font-size:14px;max-width:100%"
 _CELL = "text-align:left;vertical-align:top;padding:3px 12px 3px 0;border-bottom:1px solid #ddd;white-space:normal"
 
@@ -54,8 +55,8 @@ def badge(outcome: str) -> Html:
     """An outcome as sign and word, e.g. ``✓ supported``."""
     sign, colour, border = BADGES[outcome]
     text = f"{sign} {outcome}"
-    style = f"display:inline-block;border:3px {border} {colour};border-radius:4px;padding:0 6px;background:#fff;color:#1a1a1a"
-    return Html(f'<b style="{style};white-space:nowrap">{text}</b>', text)
+    style = f"{_BADGE};border:3px {border} {colour}"
+    return Html(f'<b style="{style}">{text}</b>', text)
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Card:
@@ -107,4 +108,6 @@ def opening(rows: Sequence[tuple[str, Any]], decidable: Sequence[tuple[str, str,
     session = table("This session", ("", ""), rows)
     if not decidable:
         return both(session, Card("<p>This notebook decides no claim of its own.</p>", "No claim of its own."))
-    return both(session, table("What this machine can decide", ("claim", "what it says", "can it be decided here?"), decidable))
+    return both(
+        session, table("What this machine can decide", ("claim", "what it says", "can it be decided here?"), decidable)
+    )
