@@ -28,19 +28,19 @@ WIDTH, HEIGHT = 900, 520
 
 
 class Style(NamedTuple):
-    """How one role is drawn: colour, line dash, marker symbol, bar pattern."""
+    """How one role is drawn: colour, line dash, marker symbol, width of a bar's outline."""
 
     colour: str
     dash: str
     symbol: str
-    pattern: str
+    outline: int
 
 
 STYLES = {
-    "broken": Style("#D55E00", "solid", "circle", ""),
-    "fixed": Style("#0072B2", "solid", "square", "/"),
-    "ideal": Style("#000000", "dash", "diamond-open", "x"),
-    "control": Style("#767676", "dot", "triangle-up", "."),
+    "broken": Style("#D55E00", "solid", "circle", 0),
+    "fixed": Style("#0072B2", "solid", "square", 2),
+    "ideal": Style("#000000", "dash", "diamond-open", 0),
+    "control": Style("#767676", "dot", "triangle-up", 0),
 }
 COLOURS = {role: style.colour for role, style in STYLES.items()}
 PLAIN = {"broken": "broken", "fixed": "fixed", "ideal": "predicted", "control": "control"}
@@ -172,11 +172,11 @@ def broken_vs_fixed(
             if low is not None:
                 spread = {"array": np.subtract(high, values), "arrayminus": np.subtract(values, low)}
                 error = {"type": "data", "color": "#1a1a1a", **spread}
-            marker = {
-                "color": style.colour,
-                "pattern": {"shape": style.pattern, "fgcolor": "#ffffff", "solidity": 0.25},
-            }
-            figure.add_bar(x=list(x), y=list(values), name=name, error_y=error, marker=marker)
+            marker = {"color": style.colour, "line": {"color": "#1a1a1a", "width": style.outline}}
+            figure.add_bar(
+                x=list(x), y=list(values), name=name, error_y=error, marker=marker,
+                text=[name] * len(x), textposition="auto", insidetextanchor="start",
+            )  # fmt: skip
             continue
         if low is not None:
             _band(figure, x, low, high, style.colour)

@@ -9,6 +9,7 @@ from o1lab.errors import ProbeError
 from o1lab.memory import sampling
 from o1lab.memory.plants import DevicePlant, HostPlant
 from o1lab.memory.probe import probe
+from o1lab.memory.sampling import finds
 from o1lab.memory.serving_loop import with_plant
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ def compare(
     Returns
     -------
     pandas.DataFrame
-        One row per planted leak: ``where, planted_bytes, true_bytes, repeat, rss_sees, nvml_sees, profiler_locates``
-        (``None`` where this machine lacks the instrument), ``probe_sees, probe_kind, probe_bytes`` (B/request),
+        One row per planted leak: ``where, planted_bytes, true_bytes, repeat, rss_finds, nvml_finds, profiler_locates``
+        (``None`` where this machine lacks the instrument), ``probe_finds, probe_kind, probe_bytes`` (B/request),
         ``rss_bytes`` (slope in B/request).
     """
     import pandas as pd
@@ -64,16 +65,17 @@ def compare(
                 sites = sampling.live_sites(with_plant(step, again), inputs=requests_list, requests=requests)
             locates = bool(sites) and sites.most_common(1)[0][0].startswith("plants.py:")
         rate = found.device if where == "cuda" else found.host
+        true = leak.true_bytes if size else 0
         rows.append(
             {
                 "where": where,
                 "planted_bytes": size,
-                "true_bytes": leak.true_bytes if size else 0,
+                "true_bytes": true,
                 "repeat": repeat,
-                "rss_sees": seen.rss_sees,
-                "nvml_sees": None if seen.nvml is None else seen.nvml_sees,
+                "rss_finds": finds(seen.rss_slope, true),
+                "nvml_finds": None if seen.nvml is None else finds(seen.nvml_slope, true),
                 "profiler_locates": locates,
-                "probe_sees": found.kind == "per-call leak",
+                "probe_finds": found.kind == "per-call leak" and finds(rate, true),
                 "probe_kind": found.kind,
                 "probe_bytes": None if rate is None else rate.value,
                 "rss_bytes": seen.rss_slope.value,

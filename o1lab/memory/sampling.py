@@ -1,7 +1,7 @@
 """What outside tools see: resident memory, NVML per-process memory (``nvidia-smi``), torch's allocation history.
 
 Samples are taken while the loop runs, as a monitoring tool takes them, and not at quiet round ends. The slope is
-Theil–Sen with a moving-block bootstrap; "seen" means that its 95 % interval lies above zero.
+Theil–Sen with a moving-block bootstrap; :func:`finds` says when a slope counts as having found a leak.
 """
 
 from __future__ import annotations
@@ -42,15 +42,20 @@ class Sampled:
     nvml_slope: Estimate | None
     nvml_reason: str
 
-    @property
-    def rss_sees(self) -> bool:
-        """Whether resident memory shows growth."""
-        return self.rss_slope.low > 0
 
-    @property
-    def nvml_sees(self) -> bool:
-        """Whether NVML's per-process figure shows growth."""
-        return self.nvml_slope is not None and self.nvml_slope.low > 0
+def finds(slope: Estimate | None, true_bytes: float) -> bool:
+    """Whether a slope finds a leak of ``true_bytes`` per request: interval above zero, value within a factor of 2.
+
+    For a clean loop (``true_bytes`` 0) it is a false alarm: the interval lies above zero.
+
+    Examples
+    --------
+    >>> finds(Estimate(2048, 1900, 2100, 50, "B/request"), 80)
+    False
+    """
+    if slope is None or slope.low <= 0:
+        return False
+    return true_bytes == 0 or 0.5 * true_bytes <= slope.value <= 2 * true_bytes
 
 
 def sample(
