@@ -268,16 +268,25 @@ def png(figure: go.Figure, *, width: int = WIDTH, height: int = HEIGHT, seconds:
     browser = find_browser()
     if browser is None:
         return None
-    import kaleido
-
     options = {"format": "png", "width": width, "height": height, "scale": 2}
-    launch = {"path": browser, "timeout": seconds, "mathjax": False}
     try:
-        data = kaleido.calc_fig_sync(figure.to_dict(), opts=options, kopts=launch)
+        data = _exporter(browser, seconds).calc_fig_sync(figure.to_dict(), opts=options)
     except Exception as error:  # noqa: BLE001 (each layer has its own errors; no PNG must cost a measurement; it is said)
         _say_once(f"no PNG: the browser failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
         return None
     return bytes(data)
+
+
+@functools.cache
+def _exporter(browser: str, seconds: float) -> Any:
+    """kaleido with one browser kept open for this process, closed at its end."""
+    import atexit
+
+    import kaleido
+
+    kaleido.start_sync_server(path=browser, timeout=seconds, mathjax=False, silence_warnings=True)
+    atexit.register(kaleido.stop_sync_server, silence_warnings=True)
+    return kaleido
 
 
 @functools.cache

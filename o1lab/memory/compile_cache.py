@@ -9,7 +9,6 @@ Sources: ``torch/_dynamo/config.py`` (``recompile_limit``, of which ``cache_size
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import subprocess
 import sys
@@ -178,18 +177,13 @@ def grow(
     lengths = [8 + step for step in range(shapes)]
     inputs = [torch.randn(2, length, width, device=place, dtype=dtype) for length in lengths]
     graphs: list[int] = []
-    gc.collect()
-    gc.freeze()  # nothing made before now can become garbage of the compiler's: collections stay short
-    try:
-        with torch.inference_mode():
-            block(inputs[0])  # the eager path's own workspaces are not the compiler's
-            readings = [counters.read()]
-            for x in inputs:
-                compiled(x)
-                graphs.append(count[0])
-                readings.append(counters.read())
-    finally:
-        gc.unfreeze()
+    with counters.frozen(), torch.inference_mode():
+        block(inputs[0])  # the eager path's own workspaces are not the compiler's
+        readings = [counters.read()]
+        for x in inputs:
+            compiled(x)
+            graphs.append(count[0])
+            readings.append(counters.read())
     return Growth(
         arm, int(config.recompile_limit), graphs, [r.host_in_use or 0 for r in readings],
         [r.device_allocated or 0 for r in readings], [r.device_reserved or 0 for r in readings], backend, dynamic,

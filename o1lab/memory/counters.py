@@ -185,6 +185,23 @@ def read(*, collect: bool = True) -> Reading:
     return Reading(heap.uordblks + heap.hblkhd + python, heap.fordblks, rss_bytes(), **device)
 
 
+@contextlib.contextmanager
+def frozen() -> Iterator[None]:
+    """Keep the objects alive now out of every collection meanwhile: a full one takes 0.2 s with transformers loaded.
+
+    Does nothing where something is frozen already (by an outer ``frozen`` or by the program).
+    """
+    gc.collect()
+    outermost = gc.get_freeze_count() == 0
+    if outermost:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if outermost:
+            gc.unfreeze()
+
+
 def trim() -> int:
     """Ask glibc to hand free heap back to the system; return the bytes by which resident memory fell."""
     before = rss_bytes()

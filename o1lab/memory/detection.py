@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from o1lab.errors import ProbeError
-from o1lab.memory import sampling
+from o1lab.memory import counters, sampling
 from o1lab.memory.plants import DevicePlant, HostPlant
 from o1lab.memory.probe import probe
 from o1lab.memory.sampling import finds
@@ -53,34 +53,35 @@ def compare(
     per_round = max(1, round(requests / (rounds + 5)))
     rows = []
     cases = [(size, repeat) for size in sizes for repeat in range(repeats)]
-    for size, repeat in progress(cases, total=len(cases), label=f"planted leaks, {where}"):
-        leak = _plant(where, size)
-        with leak:
-            both = with_plant(step, leak)
-            seen = sampling.sample(both, inputs=requests_list, requests=requests, seed=seed + repeat)
-            found = probe(both, inputs=requests_list, rounds=rounds, requests_per_round=per_round, warm_up=4)
-        locates = None
-        if where == "cuda":
-            with _plant(where, size) as again:
-                sites = sampling.live_sites(with_plant(step, again), inputs=requests_list, requests=requests)
-            locates = bool(sites) and sites.most_common(1)[0][0].startswith("plants.py:")
-        rate = found.device if where == "cuda" else found.host
-        true = leak.true_bytes if size else 0
-        rows.append(
-            {
-                "where": where,
-                "planted_bytes": size,
-                "true_bytes": true,
-                "repeat": repeat,
-                "rss_finds": finds(seen.rss_slope, true),
-                "nvml_finds": None if seen.nvml is None else finds(seen.nvml_slope, true),
-                "profiler_locates": locates,
-                "probe_finds": found.kind == "per-call leak" and finds(rate, true),
-                "probe_kind": found.kind,
-                "probe_bytes": None if rate is None else rate.value,
-                "rss_bytes": seen.rss_slope.value,
-            }
-        )
+    with counters.frozen():
+        for size, repeat in progress(cases, total=len(cases), label=f"planted leaks, {where}"):
+            leak = _plant(where, size)
+            with leak:
+                both = with_plant(step, leak)
+                seen = sampling.sample(both, inputs=requests_list, requests=requests, seed=seed + repeat)
+                found = probe(both, inputs=requests_list, rounds=rounds, requests_per_round=per_round, warm_up=4)
+            locates = None
+            if where == "cuda":
+                with _plant(where, size) as again:
+                    sites = sampling.live_sites(with_plant(step, again), inputs=requests_list, requests=requests)
+                locates = bool(sites) and sites.most_common(1)[0][0].startswith("plants.py:")
+            rate = found.device if where == "cuda" else found.host
+            true = leak.true_bytes if size else 0
+            rows.append(
+                {
+                    "where": where,
+                    "planted_bytes": size,
+                    "true_bytes": true,
+                    "repeat": repeat,
+                    "rss_finds": finds(seen.rss_slope, true),
+                    "nvml_finds": None if seen.nvml is None else finds(seen.nvml_slope, true),
+                    "profiler_locates": locates,
+                    "probe_finds": found.kind == "per-call leak" and finds(rate, true),
+                    "probe_kind": found.kind,
+                    "probe_bytes": None if rate is None else rate.value,
+                    "rss_bytes": seen.rss_slope.value,
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -90,12 +91,13 @@ def _plant(where: str, size: int) -> HostPlant | DevicePlant:
 
 
 def false_alarms(step: Callable[[Any], Any], *, inputs: Iterable[Any], repeats: int = 20, requests: int = 200) -> int:
-    """How many of ``repeats`` probes of a clean ``step`` report anything but ``"none"``."""
+    """How many of ``repeats`` probes of a clean ``step`` report a leak."""
     from o1lab.progress import progress
 
     batch, per_round = list(inputs), max(1, round(requests / 17))
     alarms = 0
-    for _ in progress(range(repeats), total=repeats, label="clean repeats"):
-        report = probe(step, inputs=batch, rounds=12, requests_per_round=per_round, warm_up=4)
-        alarms += report.kind in ("per-call leak", "keyed growth")
+    with counters.frozen():
+        for _ in progress(range(repeats), total=repeats, label="clean repeats"):
+            report = probe(step, inputs=batch, rounds=12, requests_per_round=per_round, warm_up=4)
+            alarms += report.kind in ("per-call leak", "keyed growth")
     return alarms

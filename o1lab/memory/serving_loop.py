@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from o1lab.errors import UnknownName
+from o1lab.errors import ProbeError, UnknownName
 
 LOGS = ("off", "view", "copy", "mean")
 
@@ -24,7 +24,7 @@ class ServingLoop:
         which looks like 4 bytes and keeps the whole row of logits alive (vocabulary × 4 bytes per request);
         ``"copy"`` the same logit cloned, so only a small tensor stays; ``"mean"`` a running mean, which cannot grow.
     new_tokens : int
-        Tokens generated per request.
+        Tokens generated per request; 0 only reads the prompt (one forward pass, no cache kept, nothing logged).
 
     Examples
     --------
@@ -45,12 +45,17 @@ class ServingLoop:
     def __post_init__(self) -> None:
         if self.log not in LOGS:
             raise UnknownName("log", self.log, LOGS)
+        if self.new_tokens < 0 or (self.new_tokens == 0 and self.log != "off"):
+            raise ProbeError(f"new_tokens={self.new_tokens} with log={self.log!r}: a log needs at least one new token")
 
     def __call__(self, ids: Any) -> None:
         """Serve one request; ``ids`` is a LongTensor of shape (1, T) on the model's device."""
         import torch
 
         with torch.inference_mode():
+            if self.new_tokens == 0:
+                self.model.model(ids, use_cache=False)
+                return
             out = self.model.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
