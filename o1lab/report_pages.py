@@ -1,0 +1,164 @@
+"""A notebook as offline HTML pages: nbconvert's cells inside the report's own page, figures as plotly data."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from o1lab.errors import RecordError
+
+PLOTLY = "application/vnd.plotly.v1+json"
+PLAIN_BOTTOM = 70
+"""Bottom margin of a figure in pixels once the caption is taken out of the plot and set below it as text."""
+
+
+def safe_json(content: Any) -> str:
+    """JSON that can stand inside a ``<script type="application/json">``: nothing in it can end the element.
+
+    Examples
+    --------
+    >>> safe_json({"title": "</script>"})
+    '{"title":"\\\\u003c/script>"}'
+    """
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def without_caption(figure: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The figure without the caption that :func:`o1lab.plots.captioned` drew into it, and its height in pixels there.
+
+    The caption becomes text beside the figure; the second value is how many pixels it took.
+    """
+    layout = dict(figure.get("layout") or {})
+    annotations = layout.get("annotations") or []
+    kept = [item for item in annotations if item.get("name") != "caption"]
+    if len(kept) == len(annotations):
+        return {**figure, "layout": layout}, 0
+    margin = dict(layout.get("margin") or {})
+    taken = max(0, int(margin.get("b", PLAIN_BOTTOM)) - PLAIN_BOTTOM)
+    layout |= {"annotations": kept, "margin": {**margin, "b": PLAIN_BOTTOM}}
+    layout["height"] = int(layout.get("height") or 520) - taken
+    return {**figure, "layout": layout}, taken
+
+
+def figure_html(figure: dict[str, Any] | None, caption: str, image: str | None, ident: str, taken: int = 0) -> str:
+    """One ``<figure>``: the picture first, the plotly data that replaces it, and the caption as text.
+
+    Parameters
+    ----------
+    figure : dict or None
+        Plotly JSON without a drawn caption.
+    image : str or None
+        Address of the PNG, ``None`` without one.
+    taken : int
+        Pixels (of 520) at the picture's bottom that hold the drawn caption; they are cut off.
+    """
+    parts = [f'<figure class="plot" id="{escape(ident)}">']
+    if image:
+        height = 520 - taken
+        parts.append(
+            f'<div class="picture" style="aspect-ratio:900/{height}">'
+            f'<img src="{escape(image)}" alt="{escape(caption)}" decoding="async"></div>'
+        )
+    if figure is not None:
+        content = safe_json({"data": figure.get("data", []), "layout": figure.get("layout", {})})
+        label = escape(caption)
+        parts.append('<p class="figure-title" hidden></p>')
+        parts.append(f'<div class="drawing" role="img" aria-label="{label}" hidden></div>')
+        parts.append(f'<script type="application/json">{content}</script>')
+    parts.append(f"<figcaption>{escape(caption)}</figcaption></figure>")
+    return "".join(parts)
+
+
+def kept_figure(run_dir: Path, entry: dict[str, Any], ident: str) -> str:
+    """A figure that the record names, from ``figures/``.
+
+    Raises
+    ------
+    RecordError
+        If its JSON is missing or unreadable.
+    """
+    path = run_dir / str(entry["json"])
+    try:
+        figure = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"figure {entry['json']} cannot be read ({error}); run its notebook again") from error
+    image = str(entry["png"]) if entry.get("png") and (run_dir / str(entry["png"])).is_file() else None
+    return figure_html(figure, str(entry["caption"]), image, ident, _taken(str(entry["caption"])) if image else 0)
+
+
+def _taken(caption: str) -> int:
+    """Pixels that the drawn caption takes in a PNG, as plots draws it."""
+    import plotly.graph_objects as go
+
+    from o1lab import plots
+
+    return max(0, int(plots.captioned(go.Figure(), caption).layout.margin.b) - PLAIN_BOTTOM)
+
+
+def read_notebook(path: Path) -> nbformat.NotebookNode:
+    """Read an executed notebook; :class:`RecordError` if it is no notebook."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except Exception as error:
+        line = str(error).partition("\n")[0][:200]
+        raise RecordError(f"{path.name} cannot be read ({type(error).__name__}: {line}); run it again") from error
+
+
+def title_of(notebook: nbformat.NotebookNode, default: str) -> str:
+    """The first level-one heading."""
+    lines = (line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines())
+    return next((line[2:].strip() for line in lines if line.startswith("# ")), default)
+
+
+def body(notebook: nbformat.NotebookNode, name: str, run_dir: Path, *, code: bool) -> str:
+    """The cells as HTML, with or without code; figures are drawn by the page's one plotly.js."""
+    from nbconvert import HTMLExporter
+
+    notebook = nbformat.from_dict(json.loads(json.dumps(notebook)))
+    figures: list[str] = []
+    for cell in notebook.cells:
+        for place, output in enumerate(cell.get("outputs", [])):
+            if PLOTLY in output.get("data", {}):
+                figures.append(_shown(output, name, run_dir, len(figures) + 1))
+                marked = {"text/html": f'<div class="placed">{_mark(len(figures) - 1)}</div>'}
+                cell.outputs[place] = nbformat.v4.new_output("display_data", marked)
+    exporter = HTMLExporter(template_name="basic", exclude_input=not code, exclude_anchor_links=True)
+    exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
+    html, _ = exporter.from_notebook_node(notebook)
+    for index, figure in enumerate(figures):
+        html = html.replace(_mark(index), figure)
+    return html
+
+
+def _mark(index: int) -> str:
+    return f"o1lab-figure-{index:04d}-place"
+
+
+def _shown(output: Any, name: str, run_dir: Path, count: int) -> str:
+    """One displayed bundle as a figure; the PNG from ``figures/`` if it was kept, else the one in the bundle."""
+    data = output["data"]
+    figure, taken = without_caption(data[PLOTLY])
+    caption = "".join(data.get("text/plain", "")) or "Figure without a caption"
+    kept = f"figures/{name}--{(output.get('metadata', {}).get('o1lab') or {}).get('figure', '')}.png"
+    image = kept if (run_dir / kept).is_file() else None
+    if image is None and "image/png" in data:
+        image = "data:image/png;base64," + "".join("".join(data["image/png"]).split())
+    return figure_html(figure, caption, image, f"figure-{count}", taken)
+
+
+def code_style() -> str:
+    """Stylesheet of the highlighted code; every token at 4.5:1 or better on the page's light grey."""
+    from pygments.formatters import HtmlFormatter
+
+    return HtmlFormatter(style="a11y-light" if _has("a11y-light") else "xcode").get_style_defs(".highlight")
+
+
+def _has(style: str) -> bool:
+    from pygments.styles import get_all_styles
+
+    return style in set(get_all_styles())
