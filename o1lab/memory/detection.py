@@ -56,6 +56,7 @@ def compare(
     with counters.frozen():
         for size, repeat in progress(cases, total=len(cases), label=f"planted leaks, {where}"):
             leak = _plant(where, size)
+            counters.trim()  # heap that an earlier case left free would hide this one from RSS
             with leak:
                 both = with_plant(step, leak)
                 seen = sampling.sample(both, inputs=requests_list, requests=requests, seed=seed + repeat)
