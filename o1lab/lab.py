@@ -149,7 +149,10 @@ class Lab:
         records.check_writable(Path(os.environ.get("O1LAB_RUN_DIR") or paths.results()))
         _seed(seed)
         given = json.loads(os.environ.get("O1LAB_PARAMETERS") or "{}")
-        lab = cls(notebook, preset, _device(device), seed, records.plain({**given, **(parameters or {})}))
+        place = _device(device)
+        if preset == "smoke" and place.type == "cpu":
+            _one_thread()
+        lab = cls(notebook, preset, place, seed, records.plain({**given, **(parameters or {})}))
         lab._open()
         return lab
 
@@ -160,7 +163,10 @@ class Lab:
             ("run", self.run_id),
             ("preset · seed", f"{self.preset} · {self.seed}"),
             ("device", self._device_words()),
-            ("machine", f"{environment['cores']} cores, {environment['ram_bytes'] / 2**30:.1f} GiB of memory"),
+            (
+                "machine",
+                f"{environment['cores']} cores{self._threads()}, {environment['ram_bytes'] / 2**30:.1f} GiB of memory",
+            ),
             ("software", f"Python {environment['python']}, torch {environment['torch']}, {environment['platform']}"),
         ]
         decidable = []
@@ -169,6 +175,11 @@ class Lab:
             answer = f"✗ no, {absent.reason}" if absent.needs else "✓ yes"
             decidable.append((claim.id, claim.title, answer))
         lab_view.show(lab_view.opening(rows, decidable))
+
+    def _threads(self) -> str:
+        import torch
+
+        return f" (torch uses {torch.get_num_threads()})"
 
     def _device_words(self) -> str:
         return lab_view.device_words(str(self.device), self.environment)
@@ -349,6 +360,13 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  (libraries still draw from the global generator)
     torch.manual_seed(seed)
+
+
+def _one_thread() -> None:
+    """Smoke's models are so small that threads only wait for each other, and badly on a shared machine."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

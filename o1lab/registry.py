@@ -16,7 +16,9 @@ METRICS: dict[str, Metric] = {
     # memory growth
     "device_bytes_per_request": Metric(("B/request",), "device bytes in use gained per request, quiesced rounds"),
     "host_bytes_per_request": Metric(("B/request",), "host heap bytes in use gained per request, quiesced rounds"),
-    "bytes_per_request": Metric(("B/request",), "device and host heap bytes in use gained per request, quiesced rounds"),
+    "bytes_per_request": Metric(
+        ("B/request",), "device and host heap bytes in use gained per request, quiesced rounds"
+    ),
     "device_bytes_per_graph": Metric(("B/graph",), "device bytes in use kept per compiled graph"),
     "host_bytes_per_graph": Metric(("B/graph",), "host heap bytes in use kept per compiled graph"),
     "graphs_before_eager": Metric(("graphs",), "graphs torch keeps for one function before it falls back to eager"),

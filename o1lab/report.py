@@ -188,6 +188,7 @@ def compare(run_a: str | Path, run_b: str | Path, out: str | Path | None = None)
             runs=[run.manifest for run in runs],
             pairs=pairs,
             changed=[pair for pair in pairs if pair.changed],
+            shared=sum(1 for pair in pairs if pair.a and pair.b),
             differs=report_view.differing([run.manifest for run in runs]),
             problems=[f"{name}: {line}" for name, run in zip(names, runs, strict=True) for line in run.problems],
             style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),

@@ -122,6 +122,8 @@ def body(notebook: nbformat.NotebookNode, name: str, run_dir: Path, *, code: boo
     notebook = nbformat.from_dict(json.loads(json.dumps(notebook)))
     figures: list[str] = []
     for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = _folded(cell.outputs)
         for place, output in enumerate(cell.get("outputs", [])):
             if PLOTLY in output.get("data", {}):
                 figures.append(_shown(output, name, run_dir, len(figures) + 1))
@@ -133,6 +135,27 @@ def body(notebook: nbformat.NotebookNode, name: str, run_dir: Path, *, code: boo
     for index, figure in enumerate(figures):
         html = html.replace(_mark(index), figure)
     return html
+
+
+def _folded(outputs: list[Any]) -> list[Any]:
+    """Outputs with each run of messages on stderr joined and folded: progress and warnings, not results."""
+    from nbconvert.filters import ansi2html
+
+    kept: list[Any] = []
+    log: list[str] = []
+    for output in [*outputs, None]:
+        if output is not None and output.get("name") == "stderr":
+            log.append("".join(output.text))
+            continue
+        if text := "".join(log).strip("\n"):
+            lines = text.count("\n") + 1
+            title = f"{lines} line{'s' * (lines > 1)} of messages"
+            html = f'<details class="log"><summary>{title}</summary><pre>{ansi2html(text)}</pre></details>'
+            kept.append(nbformat.v4.new_output("display_data", {"text/html": html}))
+        log = []
+        if output is not None:
+            kept.append(output)
+    return kept
 
 
 def _mark(index: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from o1lab import records
 from o1lab.claims import OUTCOMES, Claims, Verdict
 from o1lab.lab_view import BADGES
-from o1lab.registry import NEEDS
+from o1lab.registry import METRICS, NEEDS
 from o1lab.stats import Estimate
 
 BYTE_STEPS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -60,35 +60,37 @@ def scale(estimate: Estimate) -> tuple[float, str]:
         return 1.0, "" if estimate.unit == "1" else estimate.unit
     size = max(abs(estimate.value), abs(estimate.low), abs(estimate.high))
     step = 0
-    while step + 1 < len(BYTE_STEPS) and size >= 10 * 1024 ** (step + 1):
+    while step + 1 < len(BYTE_STEPS) and size >= (1 if step else 10) * 1024 ** (step + 1):
         step += 1
     return float(1024**step), BYTE_STEPS[step] + slash + per
 
 
 @dataclass(frozen=True)
 class Measured:
-    """An estimate in words: value with unit, its interval, and how many observations it rests on."""
+    """An estimate in words: value with unit; its interval and how many observations it rests on."""
 
     value: str
     interval: str
-    n: str
 
 
 def measured(estimate: Estimate | None) -> Measured | None:
-    """Put an estimate into words.
+    r"""Put an estimate into words.
 
     Examples
     --------
     >>> measured(Estimate(20480.0, 20000.0, 21000.0, 12, "B/request"))
-    Measured(value='20 KiB/request', interval='19.53 to 20.51', n='n = 12')
+    Measured(value='20 KiB/request', interval='95 % interval 19.53 to 20.51, n\xa0=\xa012')
     """
     if estimate is None:
         return None
     divisor, unit = scale(estimate)
     value, low, high = (number(end / divisor) for end in (estimate.value, estimate.low, estimate.high))
     space = "" if unit == "×" else " "
-    interval = f"no spread: {low}" if estimate.low == estimate.high else f"{low} to {high}"
-    return Measured(f"{value}{space}{unit}".strip(), interval, f"n = {estimate.n:,}")
+    alike = "one observation" if estimate.n == 1 else f"alike in all {estimate.n:,} observations"
+    interval = (
+        alike if estimate.low == estimate.high else f"95 % interval {low} to {high}, n\u00a0=\u00a0{estimate.n:,}"
+    )
+    return Measured(f"{value}{space}{unit}".strip(), interval)
 
 
 def sign(outcome: str) -> str:
@@ -110,12 +112,8 @@ class Row:
     reason: str
     measured: Measured | None
     estimate: Estimate | None
+    meaning: str = ""
     needs: tuple[str, ...] = ()
-
-    @property
-    def slug(self) -> str:
-        """Name usable in CSS classes and anchors."""
-        return self.outcome.replace(" ", "-")
 
 
 def row(claim_id: str, verdict: Verdict, notebook: str, claims: Claims) -> Row:
@@ -129,10 +127,21 @@ def row(claim_id: str, verdict: Verdict, notebook: str, claims: Claims) -> Row:
         article=claim.article if claim else "",
         figures=claim.figures if claim else (),
         outcome=verdict.outcome,
-        reason=verdict.reason,
+        reason=_reason(verdict),
+        meaning=METRICS[claim.metric].meaning if claim else "",
         measured=measured(verdict.estimate),
         estimate=verdict.estimate,
         needs=tuple(NEEDS.get(need, need) for need in verdict.needs),
+    )
+
+
+def _reason(verdict: Verdict) -> str:
+    """The verdict's reason without the estimate that leads it, because the row shows that already."""
+    head, colon, rest = verdict.reason.partition(": ")
+    return (
+        rest
+        if verdict.estimate is not None and colon and "[" in head and head.endswith(verdict.estimate.unit)
+        else (verdict.reason)
     )
 
 
@@ -256,8 +265,8 @@ class Pair:
 
     @property
     def changed(self) -> bool:
-        """Whether both runs decided the claim and decided differently, or one side has no decision."""
-        return (self.a.outcome if self.a else None) != (self.b.outcome if self.b else None)
+        """Whether both runs have a verdict and the two differ."""
+        return self.a is not None and self.b is not None and self.a.outcome != self.b.outcome
 
     @property
     def difference(self) -> str:
@@ -267,7 +276,7 @@ class Pair:
             return ""
         delta = b.value - a.value
         size = abs(delta)
-        divisor, unit = scale(Estimate(size, size, size, 1, a.unit))
+        divisor, unit = scale(Estimate(size, size, size, 1, "pp" if a.unit == "%" else a.unit))
         apart = "intervals apart" if a.high < b.low or b.high < a.low else "intervals overlap"
         plus = "+" if delta > 0 else ""
         return f"{plus}{number(delta / divisor)} {unit}".strip() + f" ({apart})"

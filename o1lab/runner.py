@@ -181,6 +181,7 @@ def _environment(folder: Path, manifest: Mapping[str, Any], effective: Mapping[s
     for variable in ("O1LAB_NOTEBOOKS", "O1LAB_RESULTS", "O1LAB_CACHE"):
         if kernel.get(variable):  # the kernel runs in the notebooks' folder, a relative path would move with it
             kernel[variable] = os.path.abspath(kernel[variable])
+    kernel.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads make a busy machine ten times slower
     return kernel | {
         "O1LAB_RUN_ID": manifest["run_id"],
         "O1LAB_RUN_DIR": str(folder),

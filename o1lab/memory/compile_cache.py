@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -200,10 +201,14 @@ def run_arms(arms: Sequence[dict[str, Any]], *, workers: int = 2, seconds: float
     """
     from o1lab.progress import progress
 
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # arms run side by side
+
     def run(arm: dict[str, Any]) -> Growth:
         command = [sys.executable, "-m", "o1lab.memory.compile_cache", json.dumps(arm)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=seconds, check=False, env=environment
+            )
         except subprocess.TimeoutExpired as error:
             raise ProbeError(f"arm {arm['arm']!r} took longer than {seconds:.0f} s; use fewer shapes") from error
         if done.returncode:

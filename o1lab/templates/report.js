@@ -57,7 +57,7 @@ document.addEventListener("DOMContentLoaded", () => {
   window.addEventListener("hashchange", unfold);
   unfold();
   window.addEventListener("beforeprint", () => {
-    document.querySelectorAll("details").forEach((fold) => (fold.open = true));
+    document.querySelectorAll("details[data-print]").forEach((fold) => (fold.open = true));
     boxes.filter((box) => !box.classList.contains("drawn") && !box.querySelector("img")).forEach(draw);
   });
 });
