@@ -35,6 +35,13 @@ function draw(box) {
   Plotly.react(target, figure.data, layout, { responsive: true, displaylogo: false, displayModeBar: false });
 }
 
+function unfold() {
+  const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (target && target.tagName === "DETAILS") target.open = true;
+}
+
+unfold(); // at once: this script comes before plotly's large one, which only the figures wait for
+window.addEventListener("hashchange", unfold);
 document.addEventListener("DOMContentLoaded", () => {
   const boxes = [...document.querySelectorAll("figure.plot")].filter((box) => box.querySelector("script"));
   const seen = new IntersectionObserver(
@@ -50,12 +57,6 @@ document.addEventListener("DOMContentLoaded", () => {
   window.matchMedia(`(max-width: ${NARROW}px)`).addEventListener("change", () => {
     boxes.filter((box) => box.classList.contains("drawn")).forEach(draw);
   });
-  const unfold = () => {
-    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    if (target && target.tagName === "DETAILS") target.open = true;
-  };
-  window.addEventListener("hashchange", unfold);
-  unfold();
   window.addEventListener("beforeprint", () => {
     document.querySelectorAll("details[data-print]").forEach((fold) => (fold.open = true));
     boxes.filter((box) => !box.classList.contains("drawn") && !box.querySelector("img")).forEach(draw);

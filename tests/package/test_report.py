@@ -143,7 +143,7 @@ def test_figures_have_one_caption_and_the_shared_script(folder):
     assert html.count('<figure class="plot"') == 2, "signature figures only"
     assert 'src="figures/01_memory_leak--leak.png"' in html
     assert 'alt="1,444 B per request with the view, 12 with the mean."' in html
-    assert [script["src"] for script in Page(html).scripts if "src" in script] == ["plotly.min.js", "report.js"]
+    assert [script["src"] for script in Page(html).scripts if "src" in script] == ["report.js", "plotly.min.js"]
     page = (folder / "01_memory_leak.html").read_text()
     [data] = re.findall(r'<script type="application/json">(.*?)</script>', page)
     assert "caption" not in [note.get("name") for note in json.loads(data)["layout"]["annotations"]]
