@@ -49,3 +49,7 @@ class ModelError(O1labError):
 
 class ProbeError(O1labError):
     """A leak probe cannot judge what it was given; the message says what to change."""
+
+
+class NotebookError(O1labError):
+    """A new notebook cannot be made: its name or number does not fit or is taken, or the template is damaged."""
