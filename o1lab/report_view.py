@@ -138,11 +138,7 @@ def row(claim_id: str, verdict: Verdict, notebook: str, claims: Claims) -> Row:
 def _reason(verdict: Verdict) -> str:
     """The verdict's reason without the estimate that leads it, because the row shows that already."""
     head, colon, rest = verdict.reason.partition(": ")
-    return (
-        rest
-        if verdict.estimate is not None and colon and "[" in head and head.endswith(verdict.estimate.unit)
-        else (verdict.reason)
-    )
+    return rest if verdict.estimate and colon and "[" in head else verdict.reason
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def test_a_record_of_a_failed_notebook_does_not_count(folder):
     page = Page(report.write(folder).read_text())
     assert (
         "leak-cause/host"
-        not in page.text.partition("Ledger")[2].partition("This run")[0].partition("did not decide")[0]
+        not in page.text.partition("Ledger")[2].partition("This run")[0].partition("not judged in this run")[0]
     )
     assert "the record of 01_memory_leak is not counted" in page.text
 
