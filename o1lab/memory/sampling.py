@@ -78,7 +78,12 @@ def sample(
     for _ in range(warm_up):
         step(next(source))
     view = hardware.nvml()
-    first = hardware.process_memory(view) if counters.cuda_ready() else Unavailable("no CUDA context in this process")
+    devices = hardware.devices(view)
+    first = (
+        hardware.process_memory(view, devices)
+        if counters.cuda_ready()
+        else Unavailable("no CUDA context in this process")
+    )
     reason = first.reason if isinstance(first, Unavailable) else ""
     marks = {round((index + 1) * requests / samples) for index in range(samples)}
     at: list[int] = []
@@ -90,7 +95,7 @@ def sample(
             at.append(served)
             rss.append(counters.rss_bytes())
             if not reason:
-                value = hardware.process_memory(view)
+                value = hardware.process_memory(view, devices)
                 if isinstance(value, Unavailable):
                     reason = value.reason
                 else:

