@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -136,9 +137,12 @@ def row(claim_id: str, verdict: Verdict, notebook: str, claims: Claims) -> Row:
 
 
 def _reason(verdict: Verdict) -> str:
-    """The verdict's reason without the estimate that leads it, because the row shows that already."""
+    """The verdict's reason without the leading estimate, which the row shows, and with the unit of its bounds."""
     head, colon, rest = verdict.reason.partition(": ")
-    return rest if verdict.estimate and colon and "[" in head else verdict.reason
+    if not (verdict.estimate and colon and "[" in head):
+        return verdict.reason
+    unit = "" if verdict.estimate.unit == "1" else f" {verdict.estimate.unit}"
+    return re.sub(r"(?<![\d.])\d{4,}(?![\d.])", lambda bound: f"{int(bound[0]):,}", rest) + unit
 
 
 @dataclass(frozen=True)

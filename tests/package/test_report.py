@@ -66,7 +66,7 @@ def test_ledger_row_says_claim_article_measurement_verdict(page):
         f"{claims.load()['leak-cause/host'].title} leak-cause/host · our measure",
         "our addition; the article gives no figure",
         "768 KiB/graph 95 % interval 683.6 to 781.2, n = 10 host heap bytes in use kept per compiled graph",
-        "✓ supported the whole interval is at or above 4096",
+        "✓ supported the whole interval is at or above 4,096 B/graph",
     ]
     limit = page.row("leak-cause/default-limit")
     assert "256" in limit[1]
