@@ -95,7 +95,7 @@ def command(options: argparse.Namespace) -> int:
     path = new(options.name, options.title)
     print(f"wrote {path.parent.name}/{path.name}")
     print(
-        f'next: add its claims to o1lab/claims.toml with notebook = "{path.stem}", put their ids in place of "template",'
+        f'next: give its claims rows in o1lab/claims.toml, notebook = "{path.stem}", and use their ids for "template";'
     )
     print("write the story, and run `make test ARGS=tests/structure`")
     return 0

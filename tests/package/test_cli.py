@@ -1,0 +1,141 @@
+"""The command line and the import: quick, no torch, no GPU context, one line and the exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import argparse
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+
+import o1lab
+from o1lab import __main__ as cli
+from o1lab.errors import RunError
+
+MODULES = sorted(
+    module.name for module in pkgutil.walk_packages(o1lab.__path__, "o1lab.") if not module.name.endswith("__main__")
+)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def imported(code: str) -> dict[str, int]:
+    """Every module that ``code`` imports, with the microseconds that it took including what it imports itself."""
+    ran = python("-X", "importtime", "-c", code)
+    assert ran.returncode == 0, ran.stderr
+    rows = re.findall(r"^import time:\s+\d+ \|\s+(\d+) \|\s*(\S+)$", ran.stderr, re.M)
+    return {name: int(cumulative) for cumulative, name in rows}
+
+
+def test_import_is_quick_and_leaves_torch_alone():
+    runs = [imported("import o1lab") for _ in range(3)]
+    assert not {"torch", "numpy", "plotly", "transformers"} & set(runs[0])
+    assert min(run["o1lab"] for run in runs) < 1_000_000
+
+
+def test_the_lab_is_quick_beyond_torch():
+    code = "import torch, numpy, pandas; import o1lab, o1lab.lab, o1lab.claims"
+    spent = min(
+        sum(run[n] for n in ("o1lab", "o1lab.lab", "o1lab.claims")) for run in [imported(code) for _ in range(2)]
+    )
+    assert spent < 1_000_000
+
+
+def test_no_module_touches_a_gpu_when_imported():
+    code = (
+        f"import torch, importlib\nfor n in {MODULES!r}: importlib.import_module(n)\nprint(torch.cuda.is_initialized())"
+    )
+    ran = python("-c", code)
+    assert ran.stdout.strip() == "False", ran.stderr
+
+
+def test_help_imports_no_command():
+    ran = python("-X", "importtime", "-m", "o1lab", "--help")
+    assert ran.returncode == 0
+    assert not re.search(r"\b(torch|numpy|o1lab\.(runner|report|doctor|claims|new))\b", ran.stderr)
+    for name in cli.COMMANDS:
+        assert re.search(rf"^\s+{name}\s+\w", ran.stdout, re.M)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_of_each_command(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([name, "--help"])
+    assert stopped.value.code == 0
+    assert f"o1lab {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["fly"], [], ["claims", "--no-such-option"]])
+def test_an_unknown_command_or_option_is_two(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: o1lab" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.strip() == f"o1lab {o1lab.__version__}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run", "no_such_notebook"], ["run", "--preset", "huge"], ["report", "no-such-run"], ["new", "Bad Name"]],
+)
+def test_bad_input_is_one_line_and_two(arguments):
+    ran = python("-m", "o1lab", *arguments)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("o1lab: ")
+    assert ran.stderr.count("\n") == 1, ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (RunError("the notebook stopped"), 2, "o1lab: the notebook stopped\n"),
+        (KeyboardInterrupt(), 130, "o1lab: interrupted\n"),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_how_a_command_may_end(monkeypatch, capsys, error, code, line):
+    def command(_: argparse.Namespace) -> int:
+        raise error
+
+    fake = types.ModuleType("o1lab.fake")
+    fake.configure, fake.command = lambda parser: None, command
+    monkeypatch.setitem(sys.modules, "o1lab.fake", fake)
+    monkeypatch.setitem(cli.COMMANDS, "fake", ("o1lab.fake", "a command for this test"))
+    assert cli.main(["fake"]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_an_error_of_the_code_is_not_hidden(monkeypatch):
+    fake = types.ModuleType("o1lab.fake")
+    fake.configure, fake.command = lambda parser: None, lambda options: 1 // 0
+    monkeypatch.setitem(sys.modules, "o1lab.fake", fake)
+    monkeypatch.setitem(cli.COMMANDS, "fake", ("o1lab.fake", "a command for this test"))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["fake"])
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_doctests(name):
+    results = doctest.testmod(
+        importlib.import_module(name), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
+    assert results.failed == 0
+
+
+def test_there_are_doctests():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = [test for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples]
+    assert len(found) >= 10
