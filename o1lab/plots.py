@@ -102,7 +102,7 @@ def downsample(x: Sequence[float], y: Sequence[float], most: int = MOST_POINTS) 
     Examples
     --------
     >>> x, y = downsample(range(100_000), [0.0] * 99_999 + [7.0])
-    >>> len(x) <= 2000, y.max()
+    >>> len(x) <= 2000, float(y.max())
     (True, 7.0)
     """
     xs, ys = np.asarray(x), np.asarray(y, dtype=float)
