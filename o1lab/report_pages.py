@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from html import escape
+import re
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import nbformat
 from o1lab.errors import RecordError
 
 PLOTLY = "application/vnd.plotly.v1+json"
-PLAIN_BOTTOM = 70
-"""Bottom margin of a figure in pixels once the caption is taken out of the plot and set below it as text."""
+PLOT_PX = 440
+"""Height of a figure with its axes, without title, caption and legend."""
 
 
 def safe_json(content: Any) -> str:
@@ -28,50 +29,44 @@ def safe_json(content: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def without_caption(figure: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The figure without the caption that :func:`o1lab.plots.captioned` drew into it, and its height in pixels there.
+def undressed(figure: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The figure without the title and caption drawn into it, and its title as plain text.
 
-    The caption becomes text beside the figure; the second value is how many pixels it took.
+    On a page both are text beside the plot, which is readable at any width; a picture keeps its own.
     """
     layout = dict(figure.get("layout") or {})
-    annotations = layout.get("annotations") or []
-    kept = [item for item in annotations if item.get("name") != "caption"]
-    if len(kept) == len(annotations):
-        return {**figure, "layout": layout}, 0
-    margin = dict(layout.get("margin") or {})
-    taken = max(0, int(margin.get("b", PLAIN_BOTTOM)) - PLAIN_BOTTOM)
-    layout |= {"annotations": kept, "margin": {**margin, "b": PLAIN_BOTTOM}}
-    layout["height"] = int(layout.get("height") or 520) - taken
-    return {**figure, "layout": layout}, taken
+    title = layout.pop("title", None) or {}
+    words = str(title.get("text") or "") if isinstance(title, dict) else str(title)
+    layout["annotations"] = [note for note in layout.get("annotations") or [] if note.get("name") != "caption"]
+    template = (layout.get("template") or {}).get("layout") or {}
+    top = 16 if layout.get("showlegend", template.get("showlegend")) is False else 40
+    margin = {**(template.get("margin") or {}), **(layout.get("margin") or {}), "t": top, "b": 70}
+    return {**figure, "layout": {**layout, "margin": margin, "height": PLOT_PX + top}}, _text(words)
 
 
-def figure_html(figure: dict[str, Any] | None, caption: str, image: str | None, ident: str, taken: int = 0) -> str:
-    """One ``<figure>``: the picture first, the plotly data that replaces it, and the caption as text.
+def _text(words: str) -> str:
+    """Plotly's pseudo-HTML as one line of plain text."""
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", words)).split())
+
+
+def figure_html(figure: dict[str, Any], caption: str, image: str | None, ident: str) -> str:
+    """One ``<figure>``: a picture until plotly has drawn its data in the picture's place; title and caption as text.
 
     Parameters
     ----------
-    figure : dict or None
-        Plotly JSON without a drawn caption.
+    figure : dict
+        Plotly JSON.
     image : str or None
         Address of the PNG, ``None`` without one.
-    taken : int
-        Pixels (of 520) at the picture's bottom that hold the drawn caption; they are cut off.
     """
-    parts = [f'<figure class="plot" id="{escape(ident)}">']
-    if image:
-        height = 520 - taken
-        parts.append(
-            f'<div class="picture" style="aspect-ratio:900/{height}">'
-            f'<img src="{escape(image)}" alt="{escape(caption)}" decoding="async"></div>'
-        )
-    if figure is not None:
-        content = safe_json({"data": figure.get("data", []), "layout": figure.get("layout", {})})
-        label = escape(caption)
-        parts.append('<p class="figure-title" hidden></p>')
-        parts.append(f'<div class="drawing" role="img" aria-label="{label}" hidden></div>')
-        parts.append(f'<script type="application/json">{content}</script>')
-    parts.append(f"<figcaption>{escape(caption)}</figcaption></figure>")
-    return "".join(parts)
+    plain, title = undressed(figure)
+    content = safe_json({"data": plain.get("data", []), "layout": plain["layout"]})
+    picture = f'<div class="picture"><img src="{escape(image)}" alt="{escape(caption)}"></div>' if image else ""
+    return (
+        f'<figure class="plot" id="{escape(ident)}">{picture}<p class="figure-title">{escape(title)}</p>'
+        f'<div class="drawing" role="img" aria-label="{escape(caption)}" hidden></div>'
+        f'<script type="application/json">{content}</script><figcaption>{escape(caption)}</figcaption></figure>'
+    )
 
 
 def kept_figure(run_dir: Path, entry: dict[str, Any], ident: str) -> str:
@@ -82,22 +77,12 @@ def kept_figure(run_dir: Path, entry: dict[str, Any], ident: str) -> str:
     RecordError
         If its JSON is missing or unreadable.
     """
-    path = run_dir / str(entry["json"])
     try:
-        figure = json.loads(path.read_text(encoding="utf-8"))
+        figure = json.loads((run_dir / str(entry["json"])).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecordError(f"figure {entry['json']} cannot be read ({error}); run its notebook again") from error
     image = str(entry["png"]) if entry.get("png") and (run_dir / str(entry["png"])).is_file() else None
-    return figure_html(figure, str(entry["caption"]), image, ident, _taken(str(entry["caption"])) if image else 0)
-
-
-def _taken(caption: str) -> int:
-    """Pixels that the drawn caption takes in a PNG, as plots draws it."""
-    import plotly.graph_objects as go
-
-    from o1lab import plots
-
-    return max(0, int(plots.captioned(go.Figure(), caption).layout.margin.b) - PLAIN_BOTTOM)
+    return figure_html(figure, str(entry["caption"]), image, ident)
 
 
 def read_notebook(path: Path) -> nbformat.NotebookNode:
@@ -164,14 +149,13 @@ def _mark(index: int) -> str:
 
 def _shown(output: Any, name: str, run_dir: Path, count: int) -> str:
     """One displayed bundle as a figure; the PNG from ``figures/`` if it was kept, else the one in the bundle."""
-    data = output["data"]
-    figure, taken = without_caption(data[PLOTLY])
+    data, marks = output["data"], output.get("metadata", {}).get("o1lab") or {}
     caption = "".join(data.get("text/plain", "")) or "Figure without a caption"
-    kept = f"figures/{name}--{(output.get('metadata', {}).get('o1lab') or {}).get('figure', '')}.png"
+    kept = f"figures/{name}--{marks.get('figure') or marks.get('name')}.png"
     image = kept if (run_dir / kept).is_file() else None
     if image is None and "image/png" in data:
         image = "data:image/png;base64," + "".join("".join(data["image/png"]).split())
-    return figure_html(figure, caption, image, f"figure-{count}", taken)
+    return figure_html(data[PLOTLY], caption, image, f"figure-{count}")
 
 
 def code_style() -> str:

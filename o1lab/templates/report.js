@@ -1,38 +1,34 @@
 // Draws each figure when it comes near the screen; until then, in print and without scripts, its picture stands there.
 "use strict";
 
-const NARROW = 620; // px; below it the lines' names become a legend and the title becomes text
+const NARROW = 620; // px; below it the lines' names move from their ends into a legend
 
 function adapt(figure, width) {
-  const layout = structuredClone(figure.layout);
-  layout.autosize = true;
+  const layout = { ...structuredClone(figure.layout), autosize: true };
   delete layout.width;
-  layout.height = layout.height || 520;
-  let title = "";
-  if (width < NARROW) {
-    title = ((layout.title && layout.title.text) || "").replace(/<[^>]*>/g, " ");
-    layout.title = { text: "" };
-    layout.height = 400;
-    const names = new Set(figure.data.map((trace) => trace.name));
-    layout.annotations = (layout.annotations || []).filter((note) => !names.has((note.text || "").replace(/<[^>]*>/g, "")));
-    layout.margin = { l: 56, r: 12, t: 12, b: 60 };
-    layout.showlegend = true;
-    layout.legend = { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { size: 12 } };
-    layout.font = { ...(layout.font || {}), size: 12 };
-  }
-  return { layout, title };
+  if (width >= NARROW) return { data: figure.data, layout };
+  const text = (words) => (words || "").replace(/<[^>]*>/g, " ").replace(/\s+/g, " ").trim();
+  const names = new Set(figure.data.map((trace) => text(trace.name)));
+  const named = new Set();
+  layout.annotations = (layout.annotations || []).filter((note) => {
+    const isName = names.has(text(note.text));
+    if (isName) named.add(text(note.text));
+    return !isName;
+  });
+  const data = figure.data.map((trace) => (named.has(text(trace.name)) ? { ...trace, showlegend: true } : trace));
+  layout.showlegend = layout.showlegend || named.size > 0;
+  layout.legend = { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { size: 13 } };
+  layout.margin = { l: 56, r: 12, t: 12, b: 60 };
+  layout.font = { ...(layout.font || {}), size: 13 };
+  return { data, layout };
 }
 
 function draw(box) {
   const target = box.querySelector(".drawing");
-  const figure = JSON.parse(box.querySelector("script").textContent);
-  const { layout, title } = adapt(figure, box.clientWidth);
-  const heading = box.querySelector(".figure-title");
-  heading.textContent = title;
-  heading.hidden = !title;
+  const { data, layout } = adapt(JSON.parse(box.querySelector("script").textContent), box.clientWidth);
   target.hidden = false;
   box.classList.add("drawn");
-  Plotly.react(target, figure.data, layout, { responsive: true, displaylogo: false, displayModeBar: false });
+  Plotly.react(target, data, layout, { responsive: true, displaylogo: false, displayModeBar: false });
 }
 
 function unfold() {

@@ -62,6 +62,11 @@ def test_ledger_is_seen_at_once(folder, page, heard):  # noqa: F811
         assert figures.nth(index).locator("figcaption").is_visible()
         assert not figures.nth(index).locator("img").filter(visible=True).count(), "the drawing replaces the picture"
         assert figures.nth(index).locator(".scatterlayer .trace").count() >= 3
+        edge = figures.nth(index).locator(".drawing").evaluate("box => box.getBoundingClientRect().right")
+        names = figures.nth(index).locator("text.annotation-text")
+        assert names.count() == 3
+        for name in names.all():
+            assert name.evaluate("text => text.getBoundingClientRect().right") <= edge, "a line's name is cut off"
     assert heard == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbformat import v4
 
 from o1lab import plots, records
@@ -72,11 +73,11 @@ def notebook_file(folder: Path, name: str, heading: str, outputs: list, *, sourc
 
 def shown(caption: str, name: str) -> dict:
     """The display output of a figure as :func:`o1lab.plots.show` publishes it, without a picture."""
-    import json
-
-    drawn = plots.captioned(figure(), caption)
-    data = {"application/vnd.plotly.v1+json": json.loads(drawn.to_json()), "text/plain": caption}
-    return v4.new_output("display_data", data, metadata={"o1lab": {"figure": name, "caption": caption}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("O1LAB_BROWSER", "none")
+        return v4.new_output(
+            "display_data", plots.show(figure(), caption), metadata={"o1lab": {"figure": name, "name": name}}
+        )
 
 
 def build(folder: Path, run_id: str = RUN, *, evil: str = "", png: bool = True, **manifest) -> Path:

@@ -146,8 +146,10 @@ def test_figures_have_one_caption_and_the_shared_script(folder):
     assert [script["src"] for script in Page(html).scripts if "src" in script] == ["report.js", "plotly.min.js"]
     page = (folder / "01_memory_leak.html").read_text()
     [data] = re.findall(r'<script type="application/json">(.*?)</script>', page)
-    assert "caption" not in [note.get("name") for note in json.loads(data)["layout"]["annotations"]]
+    assert "1,444" not in data, "the caption is text on the page, not drawn"
+    assert "title" not in json.loads(data)["layout"]
     assert page.count("1,444 B per request with the view, 12 with the mean.</figcaption>") == 1
+    assert page.count('<p class="figure-title">One float keeps a whole row alive</p>') == 1
 
 
 def test_offline_and_small(folder):
