@@ -19,7 +19,7 @@ from o1lab import paths
 from o1lab.errors import ClaimsError, EstimateError, UnknownName
 from o1lab.registry import METRICS, NEEDS
 from o1lab.rules import Rule, finite, parse_side
-from o1lab.stats import Estimate
+from o1lab.stats import Estimate, readable
 
 FILE = Path(__file__).with_name("claims.toml")
 OUTCOMES = ("supported", "refuted", "inconclusive", "not evaluated")
@@ -204,7 +204,7 @@ def _shown(estimate: Estimate, bounds: tuple[float, ...]) -> str:
     for digits in (4, 6, 9, 12, 17):
         if all(side(float(f"{end:.{digits}g}")) == side(end) for end in ends):
             break
-    value, low, high = (f"{number:.{digits}g}" for number in (estimate.value, *ends))
+    value, low, high = (readable(number, digits) for number in (estimate.value, *ends))
     return f"{value} [{low}, {high}]" + ("" if estimate.unit == "1" else f" {estimate.unit}")
 
 

@@ -121,6 +121,9 @@ class Record:
     samples: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def _ipython_display_(self) -> None:
+        """Nothing: :meth:`o1lab.lab.Lab.finish` has shown the ledger, and a record's repr fills pages."""
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with schema, ``complete`` and the digest."""
         content: dict[str, Any] = {"schema": SCHEMA, **self.__dict__, "complete": True}

@@ -9,6 +9,20 @@ from dataclasses import asdict, dataclass
 from o1lab.errors import EstimateError
 
 
+def readable(number: float, digits: int = 4) -> str:
+    """A number for a person: ``digits`` significant ones, thousands separated, no exponent between 1e-4 and 1e12.
+
+    Examples
+    --------
+    >>> readable(785880.4), readable(0.00064), readable(4.2363e12), readable(-14.161)
+    ('785,900', '0.00064', '4.236e+12', '-14.16')
+    """
+    rounded = float(f"{number:.{digits}g}")
+    if 1000 <= abs(rounded) < 1e12:
+        return f"{rounded:,.0f}" if rounded == int(rounded) else f"{rounded:,}"
+    return f"{rounded:.{digits}g}"
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A measured number with its 95 % interval.
@@ -52,7 +66,8 @@ class Estimate:
             raise EstimateError("an estimate needs a unit; write '1' for a pure number")
 
     def __str__(self) -> str:
-        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}] {self.unit} (n={self.n})"
+        value, low, high = (readable(number) for number in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]{'' if self.unit == '1' else ' ' + self.unit} (n={self.n})"
 
     def to_dict(self) -> dict[str, float | int | str]:
         """Return the five fields as a plain dictionary."""
@@ -70,7 +85,7 @@ def proportion(successes: int, n: int, unit: str = "1") -> Estimate:
     Examples
     --------
     >>> print(proportion(20, 20))
-    1 [0.8389, 1] 1 (n=20)
+    1 [0.8389, 1] (n=20)
     """
     from scipy.stats import binomtest
 

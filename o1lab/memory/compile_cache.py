@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -113,12 +114,16 @@ def graphs_kept(calls: int = 40, limit: int | None = None, dynamic: bool | None 
     function = torch.compile(double, backend=compiler, dynamic=dynamic)
     seen = []
     patch = {} if limit is None else {"recompile_limit": limit}
+    log = logging.getLogger("torch._dynamo.convert_frame")  # it warns at the limit, which is what is counted here
+    level = log.level
+    log.setLevel(logging.ERROR)
     try:
         with torch._dynamo.config.patch(**patch):
             for length in range(2, calls + 2):
                 function(torch.zeros(length))
                 seen.append(count[0])
     finally:
+        log.setLevel(level)
         torch._dynamo.reset()
     return seen
 

@@ -49,7 +49,7 @@ def compare(
     if where not in ("host", "cuda"):
         raise ProbeError(f"where={where!r}: a leak can be planted on 'host' or 'cuda'")
     requests_list = list(inputs)
-    rounds = 12
+    rounds, samples = 12, 50 if where == "host" else 25
     per_round = max(1, round(requests / (rounds + 5)))
     rows = []
     cases = [(size, repeat) for size in sizes for repeat in range(repeats)]
@@ -59,7 +59,14 @@ def compare(
             counters.trim()  # heap that an earlier case left free would hide this one from RSS
             with leak:
                 both = with_plant(step, leak)
-                seen = sampling.sample(both, inputs=requests_list, requests=requests, seed=seed + repeat)
+                seen = sampling.sample(
+                    both,
+                    inputs=requests_list,
+                    requests=requests,
+                    samples=samples,
+                    seed=seed + repeat,
+                    nvml=where == "cuda",
+                )
                 found = probe(both, inputs=requests_list, rounds=rounds, requests_per_round=per_round, warm_up=4)
             locates = None
             if where == "cuda":

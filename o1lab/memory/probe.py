@@ -217,7 +217,7 @@ class _Probe:
                     "a probe needs steps that succeed (catch what your server catches)"
                 ) from error
         self.served += len(self.batch)
-        noisy = counters.read(collect=False)
+        noisy = counters.read(collect=False, driver=False)
         quiet = counters.read()
         base = self.round * len(COUNTERS)
         for index, name in enumerate(COUNTERS):

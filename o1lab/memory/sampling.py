@@ -60,9 +60,11 @@ def finds(slope: Estimate | None, true_bytes: float) -> bool:
 
 def sample(
     step: Callable[[Any], Any], *, inputs: Iterable[Any] | None = None, requests: int = 200, samples: int = 50,
-    warm_up: int = 20, seed: int = 0,
+    warm_up: int = 20, seed: int = 0, nvml: bool = True,
 ) -> Sampled:  # fmt: skip
     """Serve ``requests`` requests and read resident and NVML memory ``samples`` times on the way.
+
+    ``nvml=False`` leaves the device out: NVML takes longer to answer than a small model to serve.
 
     Raises
     ------
@@ -77,18 +79,16 @@ def sample(
     source = itertools.count() if inputs is None else itertools.cycle(list(inputs))
     for _ in range(warm_up):
         step(next(source))
-    view = hardware.nvml()
-    devices = hardware.devices(view)
-    first = (
-        hardware.process_memory(view, devices)
-        if counters.cuda_ready()
-        else Unavailable("no CUDA context in this process")
-    )
-    reason = first.reason if isinstance(first, Unavailable) else ""
+    reason = "not asked for" if not nvml else "" if counters.cuda_ready() else "no CUDA context in this process"
+    if not reason:
+        view = hardware.nvml()
+        devices = hardware.devices(view)
+        first = hardware.process_memory(view, devices)
+        reason = first.reason if isinstance(first, Unavailable) else ""
     marks = {round((index + 1) * requests / samples) for index in range(samples)}
     at: list[int] = []
     rss: list[int] = []
-    nvml: list[int] = []
+    device: list[int] = []
     for served in range(1, requests + 1):
         step(next(source))
         if served in marks:
@@ -99,10 +99,10 @@ def sample(
                 if isinstance(value, Unavailable):
                     reason = value.reason
                 else:
-                    nvml.append(value)
+                    device.append(value)
     return Sampled(
-        at, rss, None if reason else nvml, theil_sen(at, rss, UNIT, seed=seed),
-        None if reason else theil_sen(at, nvml, UNIT, seed=seed), reason,
+        at, rss, None if reason else device, theil_sen(at, rss, UNIT, seed=seed),
+        None if reason else theil_sen(at, device, UNIT, seed=seed), reason,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class ServingLoop:
 
     model: Any
     log: str = "off"
-    new_tokens: int = 4
+    new_tokens: int = 2
     kept: list[Any] = field(default_factory=list, repr=False)
     count: int = 0
     mean: float = 0.0
