@@ -7,24 +7,26 @@ grey; each has a dash and a marker of its own, so that a grey print and a colour
 
 from __future__ import annotations
 
-import functools
 import os
-import shutil
-import sys
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 import plotly.io as pio
 
+from o1lab.browser import Painter, find_browser
 from o1lab.errors import EstimateError, O1labError
 
 MOST_POINTS = 2000
 WIDTH, HEIGHT = 900, 520
+PLOT_HEIGHT = 330
+TEXT, TITLE = 16, 20
+"""Pixels of the plotting area's height, of text (12 pt) and of titles."""
+TEXT_COLUMNS, TITLE_COLUMNS = 58, 46
+"""Characters a line, so that nothing is cut off in a figure 600 pixels wide."""
 
 
 class Style(NamedTuple):
@@ -49,10 +51,19 @@ TEMPLATE = go.layout.Template(
     layout={
         "font": {
             "family": "system-ui, -apple-system, Segoe UI, DejaVu Sans, sans-serif",
-            "size": 14,
+            "size": TEXT,
             "color": "#1a1a1a",
         },
-        "title": {"font": {"size": 17}, "x": 0, "xref": "paper", "xanchor": "left"},
+        "title": {
+            "font": {"size": TITLE},
+            "x": 0,
+            "xref": "container",
+            "xanchor": "left",
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"l": 16, "t": 32},
+        },
         "paper_bgcolor": "#ffffff",
         "plot_bgcolor": "#ffffff",
         "colorway": [style.colour for style in STYLES.values()],
@@ -194,20 +205,19 @@ def broken_vs_fixed(
     else:
         figure.update_layout(showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"}, bargap=0.3)
         figure.update_layout(margin={"r": 40, "t": 100}, xaxis_type="category")
-    figure.update_layout(title_text="<br>".join(textwrap.wrap(title, 78)), template="o1lab")
+    figure.update_layout(title_text="<br>".join(textwrap.wrap(title, TITLE_COLUMNS)), template="o1lab")
     figure.update_xaxes(title_text=x_title)
     figure.update_yaxes(title_text=y_title, type="log" if log_y else "linear")
     return figure
 
 
 def _band(figure: go.Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], colour: str) -> None:
-    xs, lows = downsample(x, low)
-    xh, highs = downsample(x, high)
     red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
-    figure.add_scatter(
-        x=np.concatenate([xh, xs[::-1]]), y=np.concatenate([highs, lows[::-1]]), fill="toself", mode="lines",
-        line={"width": 0}, fillcolor=f"rgba({red},{green},{blue},0.18)", hoverinfo="skip", showlegend=False,
-    )  # fmt: skip
+    fill = {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.18)"}
+    for edge, shade in ((high, {}), (low, fill)):
+        xs, ys = downsample(x, edge)
+        line = {"color": colour, "width": 0}
+        figure.add_scatter(x=xs, y=ys, mode="lines", line=line, hoverinfo="skip", showlegend=False, **shade)
 
 
 def _span(x: Sequence[float]) -> list[float]:
@@ -230,68 +240,42 @@ def _label_ends(figure: go.Figure, ends: list[tuple[float, float, str]], names: 
         at = height(y)
         spot = max(at, placed[-1] + 0.065 * span) if placed else at
         placed.append(spot)
-        shift = (spot - at) / span * 0.85 * (HEIGHT - 140)
+        shift = (spot - at) / span * 0.85 * PLOT_HEIGHT
         figure.add_annotation(
             x=x, y=at, xanchor="left", xshift=8, yshift=shift, showarrow=False, text=f"<b>{names[role]}</b>",
-            font={"color": STYLES[role].colour, "size": 13},
+            font={"color": STYLES[role].colour, "size": TEXT},
         )  # fmt: skip
+    figure.update_layout(margin={"r": 28 + round(9.5 * max(len(names[role]) for _, _, role in ends))})
 
 
-def find_browser() -> str | None:
-    """Path of a Chromium-like browser for PNG export, or ``None``; ``O1LAB_BROWSER`` names one (``none``: use none)."""
-    given = os.environ.get("O1LAB_BROWSER")
-    if given:
-        return None if given.lower() == "none" else shutil.which(given)
-    names = (
-        "chromium",
-        "chromium-browser",
-        "google-chrome",
-        "google-chrome-stable",
-        "chrome",
-        "msedge",
-        "microsoft-edge",
-    )
-    places: list[str] = []
-    if sys.platform == "darwin":
-        apps = ("Google Chrome", "Chromium", "Microsoft Edge")
-        places = [f"/Applications/{app}.app/Contents/MacOS/{app}" for app in apps]
-    elif sys.platform == "win32":
-        tails = (r"Google\Chrome\Application\chrome.exe", r"Microsoft\Edge\Application\msedge.exe")
-        roots = [os.environ.get(name, "") for name in ("PROGRAMFILES", "PROGRAMFILES(X86)", "LOCALAPPDATA")]
-        places = [os.path.join(root, tail) for root in roots if root for tail in tails]
-    found = (shutil.which(name) for name in names)
-    return next((path for path in found if path), None) or next((path for path in places if Path(path).is_file()), None)
+_painters: dict[str, Painter] = {}
+_failed: set[str] = set()
 
 
-def png(figure: go.Figure, *, width: int = WIDTH, height: int = HEIGHT, seconds: float = 30.0) -> bytes | None:
-    """The figure as PNG bytes at twice the given size in pixels, or ``None`` without a browser (said once)."""
+def png(figure: go.Figure, *, width: int = WIDTH, height: int | None = None, seconds: float = 30.0) -> bytes | None:
+    """The figure as PNG bytes at twice the given size in pixels, or ``None``.
+
+    Without a browser it is ``None`` silently. A browser that fails or does not answer within ``seconds`` is warned
+    about once and not tried again in this process, so that no picture ever costs a measurement.
+    """
     browser = find_browser()
-    if browser is None:
+    if browser is None or browser in _failed:
         return None
-    options = {"format": "png", "width": width, "height": height, "scale": 2}
+    height = height or int(figure.layout.height or HEIGHT)
     try:
-        data = _exporter(browser, seconds).calc_fig_sync(figure.to_dict(), opts=options)
+        if browser not in _painters or _painters[browser].pid != os.getpid():
+            _painters[browser] = Painter(browser)
+        return _painters[browser].paint(figure.to_dict(), width, height, scale=2, seconds=seconds)
     except Exception as error:  # noqa: BLE001 (each layer has its own errors; no PNG must cost a measurement; it is said)
-        _say_once(f"no PNG: the browser failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        _failed.add(browser)
+        _painters.pop(browser).close()
+        reason = str(error.args[0] if error.args else error).partition("\n")[0]
+        warnings.warn(
+            f"no PNG of the figures from here on: {browser} failed with {type(error).__name__}: {reason}; "
+            "name another browser in O1LAB_BROWSER, or 'none' to do without",
+            stacklevel=2,
+        )
         return None
-    return bytes(data)
-
-
-@functools.cache
-def _exporter(browser: str, seconds: float) -> Any:
-    """kaleido with one browser kept open for this process, closed at its end."""
-    import atexit
-
-    import kaleido
-
-    kaleido.start_sync_server(path=browser, timeout=seconds, mathjax=False, silence_warnings=True)
-    atexit.register(kaleido.stop_sync_server, silence_warnings=True)
-    return kaleido
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
 
 
 def check(figure: go.Figure) -> None:
@@ -311,7 +295,7 @@ def check(figure: go.Figure) -> None:
     for trace in figure.data:
         for part in ("x", "y"):
             values = getattr(trace, part, None)
-            if values is not None and len(values) > 2 * MOST_POINTS + 2:
+            if values is not None and len(values) > MOST_POINTS:
                 raise FigureError(
                     f"trace {trace.name!r} has {len(values)} points; plots.downsample keeps {MOST_POINTS}"
                 )
@@ -357,10 +341,13 @@ def show(figure: go.Figure, caption: str, name: str | None = None) -> dict[str, 
 def captioned(figure: go.Figure, caption: str) -> go.Figure:
     """A copy of ``figure`` with ``caption`` wrapped below its plot, under the axis title."""
     copy = go.Figure(figure)
-    lines = textwrap.wrap(caption, 100)
+    title = textwrap.wrap((figure.layout.title.text or "").replace("<br>", " "), TITLE_COLUMNS)
+    lines = textwrap.wrap(caption, TEXT_COLUMNS)
     copy.add_annotation(
-        text="<br>".join(lines), xref="paper", yref="paper", x=0, y=0, xanchor="left", yanchor="top", yshift=-66,
-        showarrow=False, align="left", font={"size": 13, "color": "#444444"}, name="caption",
+        text="<br>".join(lines), xref="paper", yref="paper", x=0, y=0, xanchor="left", yanchor="top", yshift=-76,
+        showarrow=False, align="left", font={"size": TEXT, "color": "#444444"}, name="caption",
     )  # fmt: skip
-    copy.update_layout(margin={"b": 92 + 18 * len(lines)}, height=HEIGHT)
+    top = 22 + 27 * len(title) + (46 if figure.layout.showlegend else 16)
+    bottom = 96 + 22 * len(lines)
+    copy.update_layout(title_text="<br>".join(title), margin={"t": top, "b": bottom}, height=top + PLOT_HEIGHT + bottom)
     return copy
