@@ -164,7 +164,7 @@ def broken_vs_fixed(
     >>> [trace.name for trace in figure.data]
     ['broken', 'fixed']
     """
-    series = {"control": control, "ideal": ideal, "broken": broken, "fixed": fixed}
+    series = {"control": control, "broken": broken, "fixed": fixed, "ideal": ideal}  # the dashes go on top
     names = {**PLAIN, **(labels or {})}
     unknown = [role for role in [*(labels or {}), *(bands or {})] if role not in STYLES]
     if unknown or kind not in ("line", "bar"):

@@ -56,7 +56,7 @@ def compare(
     with counters.frozen():
         for size, repeat in progress(cases, total=len(cases), label=f"planted leaks, {where}"):
             leak = _plant(where, size)
-            counters.trim()  # heap that an earlier case left free would hide this one from RSS
+            _return_free(where)  # what an earlier case left free would hide this one from the outside tools
             with leak:
                 both = with_plant(step, leak)
                 seen = sampling.sample(
@@ -91,6 +91,14 @@ def compare(
                 }
             )
     return pd.DataFrame(rows)
+
+
+def _return_free(where: str) -> None:
+    counters.trim()
+    if where == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def _plant(where: str, size: int) -> HostPlant | DevicePlant:
