@@ -274,7 +274,9 @@ def test_reasons_are_sentences_with_value_interval_and_bound() -> None:
         return claims.decide(host, Estimate(value, low, high, 12, "B/request"), {"glibc"}).reason
 
     assert reason(96, 64, 120) == "96 [64, 120] B/request: the whole interval is at or above 64"
-    assert reason(96.123456, 70.123456, 1e7) == "96.12 [70.12, 10,000,000] B/request: the whole interval is at or above 64"
+    assert (
+        reason(96.123456, 70.123456, 1e7) == "96.12 [70.12, 10,000,000] B/request: the whole interval is at or above 64"
+    )
     assert reason(3, -1, 5) == "3 [-1, 5] B/request: the whole interval is below 64"
     assert (
         reason(96, 50, 120)
