@@ -18,9 +18,10 @@ from o1lab import hardware
 found = hardware.capabilities(); facts = hardware.environment(); peak = hardware.peak_memory()
 import torch
 primary = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: False)
+held = torch.cuda.device_count() > 0 and primary(0)
 listed = [p.pid for gpu in hardware.nvml().devices() for part in gpu.usable
           for p in (part.processes if isinstance(part.processes, tuple) else ())]
-print(json.dumps({"started": torch.cuda.is_initialized(), "primary": torch.cuda.device_count() > 0 and primary(0), "listed": os.getpid() in listed,
+print(json.dumps({"started": torch.cuda.is_initialized(), "primary": held, "listed": os.getpid() in listed,
                   "capabilities": sorted(found), "devices": facts["devices"], "peak": peak}))
 """
 
