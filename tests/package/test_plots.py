@@ -93,7 +93,7 @@ def test_long_series_are_thinned_with_their_bands():
 
 def test_lines_are_named_at_their_ends_without_overlap():
     figure = plots.broken_vs_fixed([0, 1], [0, 100], [0, 1], ideal=[0, 0], control=[0, 2], **WORDS)
-    assert [trace.name for trace in figure.data] == ["control", "predicted", "broken", "fixed"]
+    assert [trace.name for trace in figure.data] == ["control", "broken", "fixed", "predicted"], "the dashes on top"
     notes = figure.layout.annotations
     assert {re.sub("<.*?>", "", note.text) for note in notes} == {"broken", "fixed", "predicted", "control"}
     heights = sorted(note.y / 100 * 0.85 * plots.PLOT_HEIGHT + note.yshift for note in notes)
