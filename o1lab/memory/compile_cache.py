@@ -9,6 +9,7 @@ Sources: ``torch/_dynamo/config.py`` (``recompile_limit``, of which ``cache_size
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from o1lab.memory import counters
 from o1lab.stats import Estimate, median
 
 UNIT = "B/graph"
-BACKENDS = ("inductor", "aot_eager")
+BACKENDS = ("inductor", "aot_eager", "none")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Growth:
             if self.graphs[index] > max(skip, self.graphs[index - 1] if index else 0)
         ]
         return median(compiled, UNIT)
+
+    def per_shape(self, counter: str, *, skip: int = 2) -> Estimate:
+        """Median growth per new shape in bytes, compiled or not; the first ``skip`` shapes are left out."""
+        values = getattr(self, counter)
+        return median([b - a for a, b in itertools.pairwise(values[skip:])], "B/shape")
 
     def kept(self, counter: str = "host") -> int:
         """Bytes still in use at the end, over the start."""
@@ -160,6 +166,8 @@ def grow(
         Recompile limit; ``None`` keeps torch's default.
     patch : bool
         Apply the article's three lines as written (§1) instead.
+    backend : {"inductor", "aot_eager", "none"}
+        ``"none"`` runs the block eagerly: the control, which shows what new shapes cost without any graph.
     dynamic : bool or None
         ``False`` specialises every shape (the worst case), ``None`` is torch's default (automatic dynamic shapes).
     """
@@ -178,8 +186,11 @@ def grow(
     place = torch.device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     block = _block(width).to(place, dtype).eval()
-    compiler, count = counting(backend)
-    compiled = torch.compile(block, backend=compiler, dynamic=dynamic)
+    count = [0]
+    compiled: Callable[[Any], Any] = block  # backend "none": the control, not compiled at all
+    if backend != "none":
+        compiler, count = counting(backend)
+        compiled = torch.compile(block, backend=compiler, dynamic=dynamic)
     lengths = [8 + step for step in range(shapes)]
     inputs = [torch.randn(2, length, width, device=place, dtype=dtype) for length in lengths]
     graphs: list[int] = []

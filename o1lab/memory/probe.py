@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import textwrap
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -31,9 +33,12 @@ REPLAY_ROUNDS = 7
 COUNTERS = tuple(Reading.__dataclass_fields__)
 ABSENT = -(1 << 62)
 ADVICE = {
-    "none": "Nothing grows beyond the floor. Longer rounds lower the floor of what could still hide.",
+    "none": f"Nothing grows by {FLOOR:g} B/request or more, the floor. Longer rounds lower what could still hide.",
     "per-call leak": "Every request leaves memory behind, also when inputs repeat: look for what each call appends to, "
-    "registers or keeps alive (lists, hooks, exceptions, autograd history, native code).",
+    "registers or keeps alive (lists, hooks, exceptions, autograd history, native code), or for a bounded buffer "
+    "that is not full yet.",
+    "shrinks": "In-use memory falls round after round: something filled earlier is released. Let it settle.",
+    "threads": "Threads started by the step outlive it, so rounds end unquiet. Join them in the step.",
     "keyed growth": "Only new inputs grow it: a cache keyed by the input with no limit seen. Bound it, bucket or pad "
     "the keys (sequence lengths, shapes, session ids).",
     "warm-up": "Growth stopped within the rounds: one-off costs. Probe again with more warm-up to be sure.",
@@ -113,7 +118,7 @@ class LeakReport:
             if value is not None:
                 lines.append(f"  {name.replace('_', ' '):<14} {value}")
         lines += [f"  {name} gave back {size:,} B" for name, size in self.returned.items()]
-        return "\n".join([*lines, f"  {self.advice}"])
+        return "\n".join([*lines, textwrap.fill(self.advice, 88, initial_indent="  ", subsequent_indent="  ")])
 
 
 def probe(
@@ -201,6 +206,7 @@ class _Probe:
         self.ledger = array("q", bytes(8 * len(COUNTERS) * (rounds + warm_up + REPLAY_ROUNDS + 4)))
         self.pending = array("q", bytes(8 * (rounds + warm_up + REPLAY_ROUNDS + 4)))
         self.round = 0
+        self.threads = threading.active_count()
 
     def serve(self, *, replay: bool = False) -> None:
         """One round: the requests, then a quiet reading; garbage waiting for the collector is measured on the way."""
@@ -240,7 +246,7 @@ class _Probe:
         return median([(b - a) / self.per_round for a, b in itertools.pairwise(sums)], UNIT)
 
     def grew(self, estimate: Estimate | None, floor: float | None = None) -> bool:
-        return estimate is not None and estimate.low > (self.floor if floor is None else floor)
+        return estimate is not None and estimate.low >= (self.floor if floor is None else floor)
 
     def run(self) -> LeakReport:
         begun = time.perf_counter()
@@ -266,9 +272,11 @@ class _Probe:
         returned: dict[str, int] = {}
         kind = self.judge(warm, last, rates, replay_host, replay_device, returned)
         readings = tuple(Reading(*(self.value(number, name) for name in COUNTERS)) for number in range(last + 1))  # type: ignore[arg-type]
+        advice = ADVICE[kind]
+        kind = "inconclusive" if kind in ("shrinks", "threads") else kind
         return LeakReport(
             kind, host, device, total, rates["rss"], rates["device_reserved"], replay_host, replay_device, readings,
-            warm, self.per_round, self.pending[last], time.perf_counter() - begun, ADVICE[kind], returned,
+            warm, self.per_round, self.pending[last], time.perf_counter() - begun, advice, returned,
         )  # fmt: skip
 
     def find_warm_up(self) -> int:
@@ -295,25 +303,36 @@ class _Probe:
         late = [self.growth(self.round - back) for back in (1, 2, 3)]
         return min(late) > self.floor and max(late) <= 1.1 * min(late)
 
+    def replayed(self, first: Estimate, again: Estimate | None) -> str:
+        """What the replay of the last round's inputs says of a growth ``first``: it went on, it stopped, or neither."""
+        if again is None or min(again.low, -again.high) < -2 * first.value and again.low < 0:
+            return "inconclusive"
+        return "keyed growth" if again.value < max(self.floor, 0.1 * first.value) else "per-call leak"
+
     def judge(
         self, warm: int, last: int, rates: dict[str, Estimate | None], replay_host: Estimate | None,
         replay_device: Estimate | None, returned: dict[str, int],
     ) -> str:  # fmt: skip
         host, device = rates["host_in_use"], rates["device_allocated"]
+        if threading.active_count() > self.threads:
+            return "threads"
         if any(e is not None and e.high < -SHRINK_FLOOR for e in (host, device)):
-            return "inconclusive"  # memory that shrinks round after round is a fault of the method, not a cure
+            return "shrinks"  # a fault of the method, not a cure
         if self.grew(host) or self.grew(device):
             half = warm + self.rounds // 2
             late = [self.rate(half, last, name) for name in ("host_in_use", "device_allocated") if last - half >= 6]
-            if late and not any(e is not None and e.value > self.floor for e in late):
+            if late and not any(e is not None and e.value >= self.floor for e in late):
                 return "warm-up"
-            stopped = [
-                again is not None and again.value <= max(self.floor, 0.1 * first.value)
-                for first, again in ((host, replay_host), (device, replay_device))
-                if first is not None and self.grew(first)
-            ]
-            return "keyed growth" if all(stopped) else "per-call leak"
-        if any(e is not None and e.value > 2 * self.floor for e in (host, device)):
+            pairs = ((host, replay_host), (device, replay_device))
+            answers = {self.replayed(first, again) for first, again in pairs if self.grew(first)}
+            return (
+                answers.pop()
+                if len(answers) == 1
+                else "per-call leak"
+                if "per-call leak" in answers
+                else "inconclusive"
+            )
+        if any(e is not None and e.value > self.floor for e in (host, device)):
             return "inconclusive"
         if median(self.pending[warm + 1 : last + 1], "B").low > LAZY_BYTES:
             return "lazy gc"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 
 import pytest
@@ -80,6 +81,24 @@ def test_small_python_objects_are_seen_which_malloc_cannot_see():
     report = probe(lambda number: kept.append(bytes(64)))
     assert report.kind == "per-call leak"
     assert report.host.value == pytest.approx(112, abs=16)  # 97 bytes rounded to pymalloc's 16, the list's place beside
+
+
+def test_the_smallest_object_kept_per_request_is_no_none():
+    kept = []
+    assert probe(lambda number: kept.append(object())).kind == "per-call leak"
+
+
+def test_threads_that_outlive_the_step_make_it_inconclusive():
+    report = probe(lambda number: threading.Thread(target=time.sleep, args=(1.0,)).start(), requests_per_round=2)
+    assert report.kind == "inconclusive"
+    assert "Threads" in report.advice
+    time.sleep(1.2)
+
+
+def test_memory_that_shrinks_is_no_verdict():
+    filled = [bytes(1000) for _ in range(2000)]
+    report = probe(lambda number: filled.pop())
+    assert (report.kind, report.advice[:20]) == ("inconclusive", "In-use memory falls ")
 
 
 def test_growth_that_stops_on_replay_is_keyed():
@@ -239,6 +258,12 @@ def test_the_patch_as_written_raises_the_limit_and_keeps_more():
     assert (default.graphs[-1], patched.graphs[-1]) == (8, 11)
     assert patched.kept() > default.kept() > 0
     assert patched.per_graph("host").low > 4096
+
+
+def test_the_eager_control_compiles_nothing_and_keeps_little():
+    (eager,) = compile_cache.run_arms([{"arm": "eager", "shapes": 9, "backend": "none"}])
+    assert eager.graphs == [0] * 9
+    assert eager.per_shape("host").value < 4096
 
 
 def test_an_arm_that_fails_says_which_and_why():
