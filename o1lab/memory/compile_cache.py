@@ -65,9 +65,12 @@ class Growth:
         ]
         return median(compiled, UNIT)
 
-    def per_shape(self, counter: str, *, skip: int = 2) -> Estimate:
-        """Median growth per new shape in bytes, compiled or not; the first ``skip`` shapes are left out."""
-        values = getattr(self, counter)
+    def per_shape(self, counter: str) -> Estimate:
+        """Median growth per new shape in bytes, compiled or not, over the later half of the shapes (at least six).
+
+        The first ones also fill bounded caches of the kernels' own (135 kB each with oneDNN, for four or five shapes).
+        """
+        values, skip = getattr(self, counter), len(self.graphs) // 2
         return median([b - a for a, b in itertools.pairwise(values[skip:])], "B/shape")
 
     def kept(self, counter: str = "host") -> int:
