@@ -47,6 +47,14 @@ STYLES = {
 COLOURS = {role: style.colour for role, style in STYLES.items()}
 PLAIN = {"broken": "broken", "fixed": "fixed", "ideal": "predicted", "control": "control"}
 
+AXIS = {
+    "showline": True,
+    "linecolor": "#444444",
+    "gridcolor": "#e6e6e6",
+    "ticks": "outside",
+    "zeroline": False,
+    "automargin": True,
+}
 TEMPLATE = go.layout.Template(
     layout={
         "font": {
@@ -68,22 +76,8 @@ TEMPLATE = go.layout.Template(
         "plot_bgcolor": "#ffffff",
         "colorway": [style.colour for style in STYLES.values()],
         "margin": {"l": 80, "r": 130, "t": 70, "b": 70},
-        "xaxis": {
-            "showline": True,
-            "linecolor": "#444444",
-            "gridcolor": "#e6e6e6",
-            "ticks": "outside",
-            "zeroline": False,
-            "automargin": True,
-        },
-        "yaxis": {
-            "showline": True,
-            "linecolor": "#444444",
-            "gridcolor": "#e6e6e6",
-            "ticks": "outside",
-            "zeroline": False,
-            "automargin": True,
-        },
+        "xaxis": AXIS,
+        "yaxis": AXIS,
         "hovermode": "x unified",
         "showlegend": False,
     }
