@@ -67,7 +67,9 @@ def compare(
                     seed=seed + repeat,
                     nvml=where == "cuda",
                 )
-                found = probe(both, inputs=requests_list, rounds=rounds, requests_per_round=per_round, warm_up=4)
+                found = probe(
+                    both, inputs=requests_list, rounds=rounds, requests_per_round=per_round, warm_up=4, owners=False
+                )
             locates = None
             if where == "cuda":
                 with _plant(where, size) as again:
@@ -114,6 +116,6 @@ def false_alarms(step: Callable[[Any], Any], *, inputs: Iterable[Any], repeats: 
     alarms = 0
     with counters.frozen():
         for _ in progress(range(repeats), total=repeats, label="clean repeats"):
-            report = probe(step, inputs=batch, rounds=12, requests_per_round=per_round, warm_up=4)
+            report = probe(step, inputs=batch, rounds=12, requests_per_round=per_round, warm_up=4, owners=False)
             alarms += report.kind in ("per-call leak", "keyed growth")
     return alarms

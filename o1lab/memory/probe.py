@@ -2,143 +2,53 @@
 
 The measurement, not the p-value, tells a leak from the normal life of a server (warm-up, allocator steps, caches,
 collector saw-tooth): every round does the same amount of work and ends quiet; growth must show in nearly every round;
-a replay of the last round's inputs separates growth per call from growth per *new* input. Design after BLeak (Vilk and
-Berger 2018) and Matias et al. 2014; the numbers behind it are in the notebook 01.
+a replay of the last round's inputs separates growth per call from growth per *new* input, and further interventions
+(``empty_cache``, cuBLAS workspaces, eager execution, ``torch._dynamo.reset``, ``malloc_trim``) each name what they get
+back. Design after BLeak (Vilk and Berger 2018) and Matias et al. 2014; its accuracy is measured by
+``python -m o1lab.memory.accuracy``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import textwrap
-import threading
+import sys
 import time
-from array import array
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from o1lab.errors import ProbeError
 from o1lab.memory import counters
-from o1lab.memory.counters import Reading
-from o1lab.stats import Estimate, median
+from o1lab.memory.judge import Judge
+from o1lab.memory.leak_report import FLOOR, LeakReport
+from o1lab.memory.rounds import Rounds, quiet_process
 
-UNIT = "B/request"
-FLOOR = 16.0  # B/request: half of glibc's smallest chunk, i.e. one 32-byte chunk every second request
-RSS_FLOOR = 256.0  # B/request: resident memory moves in 4 KiB pages, so it needs a coarser floor
-DRIVER_FLOOR = 4096.0  # B/request: other processes on the device move the driver's figure too
-SHRINK_FLOOR = 64.0  # B/request: type objects and free lists may give a little back for a while
-LAZY_BYTES = 1 << 20  # garbage in cycles at a round's end: any Python program has some, a MiB of it is worth a word
-REPLAY_ROUNDS = 7
-COUNTERS = tuple(Reading.__dataclass_fields__)
-ABSENT = -(1 << 62)
-ADVICE = {
-    "none": f"Nothing grows by {FLOOR:g} B/request or more, the floor. Longer rounds lower what could still hide.",
-    "per-call leak": "Every request leaves memory behind, also when inputs repeat: look for what each call appends to, "
-    "registers or keeps alive (lists, hooks, exceptions, autograd history, native code), or for a bounded buffer "
-    "that is not full yet.",
-    "shrinks": "In-use memory falls round after round: something filled earlier is released. Let it settle.",
-    "threads": "Threads started by the step outlive it, so rounds end unquiet. Join them in the step.",
-    "keyed growth": "Only new inputs grow it: a cache keyed by the input with no limit seen. Bound it, bucket or pad "
-    "the keys (sequence lengths, shapes, session ids).",
-    "warm-up": "Growth stopped within the rounds: one-off costs. Probe again with more warm-up to be sure.",
-    "lazy gc": "The collector gets it all back: reference cycles. Break them, or collect at a quiet moment.",
-    "fragmentation": "In-use memory is flat while held memory grows: free blocks in the wrong places. Returning them "
-    "helped (malloc_trim or empty_cache); reuse buffers or allocate survivors early.",
-    "driver": "The device's used memory grows outside torch's allocator: other processes, NCCL, CUDA modules, graphs.",
-    "inconclusive": "The rounds do not agree. Use more requests per round, more rounds, or stop background threads.",
-}
-
-
-@dataclass(frozen=True)
-class LeakReport:
-    """What :func:`probe` found.
-
-    Attributes
-    ----------
-    kind : str
-        ``"none" | "per-call leak" | "keyed growth" | "warm-up" | "lazy gc" | "fragmentation" | "driver"``, or
-        ``"inconclusive"`` when the rounds contradict each other.
-    host, device : Estimate or None
-        In-use growth in bytes per request: median over the judged rounds with its distribution-free 95 % interval.
-        ``None`` where the machine has no exact counter (host: not glibc; device: no CUDA).
-    total : Estimate or None
-        Host and device together, round by round.
-    rss, reserved : Estimate or None
-        The same for resident memory and for the allocator's reserved bytes: what outside tools watch.
-    replay_host, replay_device : Estimate or None
-        Growth while the last round's inputs were replayed; measured only if something grew.
-    readings : tuple of Reading
-        One quiet reading per round end, warm-up rounds first; ``warm_up`` says how many of the rounds were warm-up.
-    pending_bytes : int
-        Host plus device bytes that the collector freed at the end of the last judged round.
-    requests_per_round, seconds, advice
-        Requests in a round, time taken in seconds, and one sentence of what to do.
-    """
-
-    kind: str
-    host: Estimate | None
-    device: Estimate | None
-    total: Estimate | None
-    rss: Estimate | None
-    reserved: Estimate | None
-    replay_host: Estimate | None
-    replay_device: Estimate | None
-    readings: tuple[Reading, ...]
-    warm_up: int
-    requests_per_round: int
-    pending_bytes: int
-    seconds: float
-    advice: str
-    returned: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def requests(self) -> int:
-        """Requests served in the judged rounds."""
-        return (len(self.readings) - self.warm_up - 1) * self.requests_per_round
-
-    @property
-    def balance(self) -> Reading:
-        """Growth of every counter over the judged rounds, in bytes."""
-        return self.readings[-1] - self.readings[self.warm_up]
-
-    def series(self, counter: str) -> tuple[list[int], list[int]]:
-        """Requests served and bytes grown since the first judged reading, for one counter of :class:`Reading`."""
-        judged = self.readings[self.warm_up :]
-        first = getattr(judged[0], counter)
-        if first is None:
-            raise ProbeError(f"this machine has no counter {counter!r}")
-        steps = [index * self.requests_per_round for index in range(len(judged))]
-        return steps, [getattr(reading, counter) - first for reading in judged]
-
-    def __str__(self) -> str:
-        lines = [f"{self.kind} · {self.requests} requests in {self.seconds:.1f} s"]
-        for name in ("host", "device", "replay_host", "replay_device"):
-            value = getattr(self, name)
-            if value is not None:
-                lines.append(f"  {name.replace('_', ' '):<14} {value}")
-        lines += [f"  {name} gave back {size:,} B" for name, size in self.returned.items()]
-        return "\n".join([*lines, textwrap.fill(self.advice, 88, initial_indent="  ", subsequent_indent="  ")])
+REPLAY_ROUNDS = 7  # the first settles what meeting a batch twice costs
+OWNER_ROUNDS = 2
 
 
 def probe(
-    step: Callable[[Any], Any],
+    step: Any,
     *,
     inputs: Iterable[Any] | None = None,
     rounds: int = 12,
     requests_per_round: int = 32,
     warm_up: int = 8,
     floor: float = FLOOR,
+    owners: bool = True,
+    interventions: bool = True,
     progress: bool = False,
 ) -> LeakReport:
-    """Serve requests in rounds and report what each leaves behind.
+    """Serve requests in rounds and report what each leaves behind, what kind of growth it is, and who holds it.
 
     Parameters
     ----------
-    step : callable
-        ``step(x)`` serves one request; its result is dropped.
+    step : callable, o1lab Model or transformers model
+        ``step(x)`` serves one request; its result is dropped. A model serves by ``generate`` (two new tokens);
+        its ``inputs`` are then prompts (texts only for an o1lab :class:`~o1lab.models.Model`) or token ids (1, T).
     inputs : iterable, optional
-        The requests, taken in order and cycled. Without it ``x`` is the request's number 0, 1, 2, …
+        The requests, taken in order and cycled; of a generator only as many are drawn as the rounds need. Without it
+        ``x`` is the request's number 0, 1, 2, …
     rounds : int
         Judged rounds, at least 6 (fewer give no 95 % interval of a median).
     requests_per_round : int
@@ -147,6 +57,11 @@ def probe(
         At most this many rounds are spent waiting for two quiet rounds in a row before judging starts.
     floor : float
         Growth at or below this many bytes per request counts as none.
+    owners : bool
+        If something grows, serve two more rounds and name who holds what came (seconds in a large process).
+    interventions : bool
+        If something grows, also clear cuBLAS workspaces, run compiled code eagerly for some rounds, and reset Dynamo
+        (compiled code is compiled again at its next call). Replay, ``empty_cache`` and ``malloc_trim`` are always used.
     progress : bool
         Show rounds as they pass.
 
@@ -157,7 +72,8 @@ def probe(
     Raises
     ------
     ProbeError
-        Too few rounds, no inputs, a probe inside a probe, or ``step`` raised (chained; nothing global stays changed).
+        Too few rounds, no inputs, a probe inside a probe, a lost device, a step that raised (chained) or forked;
+        nothing global stays changed.
 
     Examples
     --------
@@ -171,182 +87,145 @@ def probe(
         raise ProbeError(f"rounds={rounds} cannot be judged: a 95 % interval of a median needs at least 6")
     if requests_per_round < 1 or warm_up < 1:
         raise ProbeError(f"requests_per_round={requests_per_round} and warm_up={warm_up} must be at least 1")
-    with _quiet_process():
-        return _Probe(step, inputs, rounds, requests_per_round, warm_up, floor, progress).run()
+    serve, source = _as_step(step, inputs, (rounds + warm_up + 1 + REPLAY_ROUNDS + OWNER_ROUNDS) * requests_per_round)
+    with quiet_process():
+        return _Probe(serve, source, rounds, requests_per_round, warm_up, floor, owners, interventions, progress).run()
 
 
-_running = False
+def _as_step(step: Any, inputs: Iterable[Any] | None, needed: int) -> tuple[Callable[[Any], Any], Iterator[Any]]:
+    """A callable and an endless source of requests, whatever the caller has."""
+    requests = None
+    if inputs is not None:
+        requests = inputs if isinstance(inputs, Sequence) else list(itertools.islice(inputs, needed))
+        if not requests:
+            raise ProbeError("inputs is empty: give at least one request")
+    if hasattr(step, "generate") or hasattr(getattr(step, "model", None), "generate"):
+        from o1lab.memory.serving_loop import generating
 
-
-@contextlib.contextmanager
-def _quiet_process() -> Iterator[None]:
-    """One probe at a time, and only what it makes itself is collected."""
-    global _running
-    if _running:
-        raise ProbeError("a probe inside a probe would measure the outer one; probe the inner step alone")
-    _running = True
-    try:
-        with counters.frozen():
-            yield
-    finally:
-        _running = False
+        if requests is None:
+            raise ProbeError("a model needs inputs: prompts, or token ids of shape (1, T)")
+        step, requests = generating(step, requests)
+    if not callable(step):
+        raise ProbeError(f"step is a {type(step).__name__}; give a callable step(x), or a model with inputs")
+    return step, itertools.count() if requests is None else itertools.cycle(requests)
 
 
 class _Probe:
-    def __init__(self, step, inputs, rounds, requests_per_round, warm_up, floor, progress) -> None:  # type: ignore[no-untyped-def]
-        self.step, self.rounds, self.per_round = step, rounds, requests_per_round
+    def __init__(
+        self, step: Callable[[Any], Any], source: Iterator[Any], rounds: int, requests_per_round: int, warm_up: int,
+        floor: float, owners: bool, interventions: bool, progress: bool,
+    ) -> None:  # fmt: skip
+        self.step, self.source, self.judged, self.per_round = step, source, rounds, requests_per_round
         self.max_warm_up, self.floor, self.progress = warm_up, floor, progress
-        if inputs is None:
-            self.source: Iterator[Any] = itertools.count()
-        else:
-            self.source = itertools.cycle(inputs if isinstance(inputs, (list, tuple)) else list(inputs))
+        self.want_owners, self.interventions = owners, interventions
         self.batch: list[Any] = []
         self.served = 0
-        # Everything the probe keeps is allocated here, once: its own bookkeeping must not grow while it measures.
-        self.ledger = array("q", bytes(8 * len(COUNTERS) * (rounds + warm_up + REPLAY_ROUNDS + 4)))
-        self.pending = array("q", bytes(8 * (rounds + warm_up + REPLAY_ROUNDS + 4)))
-        self.round = 0
-        self.threads = threading.active_count()
+        self.rounds = Rounds(rounds + warm_up + 3 * REPLAY_ROUNDS + 4, requests_per_round)
 
-    def serve(self, *, replay: bool = False) -> None:
-        """One round: the requests, then a quiet reading; garbage waiting for the collector is measured on the way."""
+    def requests(self, *, replay: bool = False) -> None:
+        """The requests of one round."""
         if not replay:
             self.batch = list(itertools.islice(self.source, self.per_round))
-            if not self.batch:
-                raise ProbeError("inputs is empty: give at least one request")
         for number, request in enumerate(self.batch):
             try:
                 self.step(request)
+            except ProbeError:
+                raise
             except Exception as error:
                 raise ProbeError(
                     f"step raised {type(error).__name__} at request {self.served + number}: {error}; "
                     "a probe needs steps that succeed (catch what your server catches)"
                 ) from error
         self.served += len(self.batch)
-        noisy = counters.read(collect=False, driver=False)
-        quiet = counters.read()
-        base = self.round * len(COUNTERS)
-        for index, name in enumerate(COUNTERS):
-            value = getattr(quiet, name)
-            self.ledger[base + index] = ABSENT if value is None else value
-        self.pending[self.round] = (noisy.host_in_use or 0) + (noisy.device_allocated or 0)
-        self.pending[self.round] -= (quiet.host_in_use or 0) + (quiet.device_allocated or 0)
-        self.round += 1
 
-    def value(self, round_number: int, counter: str) -> int | None:
-        found = self.ledger[round_number * len(COUNTERS) + COUNTERS.index(counter)]
-        return None if found == ABSENT else found
-
-    def rate(self, first: int, last: int, *names: str) -> Estimate | None:
-        """Median growth per request over the round ends ``first`` … ``last``, of the sum of the named counters."""
-        series = [[self.value(number, name) for number in range(first, last + 1)] for name in names]
-        if any(value is None for values in series for value in values):
-            return None
-        sums = [sum(values) for values in zip(*series, strict=True)]  # type: ignore[arg-type]
-        return median([(b - a) / self.per_round for a, b in itertools.pairwise(sums)], UNIT)
-
-    def grew(self, estimate: Estimate | None, floor: float | None = None) -> bool:
-        return estimate is not None and estimate.low >= (self.floor if floor is None else floor)
+    def serve(self, *, replay: bool = False) -> int:
+        """One round and its quiet reading; returns its number."""
+        self.requests(replay=replay)
+        self.rounds.end()
+        return self.rounds.count - 1
 
     def run(self) -> LeakReport:
         begun = time.perf_counter()
-        warm = self.find_warm_up()
-        steps: Iterable[int] = range(self.rounds)
+        self.serve()
+        while self.rounds.count <= self.max_warm_up and self.rounds.settled(self.floor) == self.rounds.count:
+            self.serve()
+        warm = self.rounds.count - 1
+        steps: Iterable[int] = range(self.judged)
         if self.progress:
             from o1lab.progress import progress
 
-            steps = progress(steps, total=self.rounds, label="leak probe, rounds")
+            steps = progress(steps, total=self.judged, label="leak probe, rounds")
         for _ in steps:
             self.serve()
-        last = warm + self.rounds
-        rates = {name: self.rate(warm, last, name) for name in COUNTERS}
-        host, device = rates["host_in_use"], rates["device_allocated"]
-        total = host if device is None else self.rate(warm, last, "host_in_use", "device_allocated")
-        replay_host = replay_device = None
-        if self.grew(host) or self.grew(device):
-            for _ in range(REPLAY_ROUNDS):
-                self.serve(replay=True)
-            replayed = (last + 1, self.round - 1)  # the first replayed round settles what meeting a batch twice costs
-            replay_host = self.rate(*replayed, "host_in_use")
-            replay_device = self.rate(*replayed, "device_allocated")
-        returned: dict[str, int] = {}
-        kind = self.judge(warm, last, rates, replay_host, replay_device, returned)
-        readings = tuple(Reading(*(self.value(number, name) for name in COUNTERS)) for number in range(last + 1))  # type: ignore[arg-type]
-        advice = ADVICE[kind]
-        kind = "inconclusive" if kind in ("shrinks", "threads") else kind
-        return LeakReport(
-            kind, host, device, total, rates["rss"], rates["device_reserved"], replay_host, replay_device, readings,
-            warm, self.per_round, self.pending[last], time.perf_counter() - begun, advice, returned,
-        )  # fmt: skip
+        judge = Judge(self.rounds, warm, range(warm + 1, self.rounds.count), self.floor)
+        if judge.needs_replay():
+            again = [self.serve(replay=True) for _ in range(REPLAY_ROUNDS)]
+            judge.replay = again[1:]
+        if self.interventions and judge.grown():
+            self.intervene(judge)
+        judge.decide()
+        if self.want_owners and (judge.grown() or judge.kind == "lazy gc"):
+            self.find_owners(judge)
+        if self.interventions and judge.grown() and _compiled():
+            judge.returned["dynamo.reset"] = _freed(_reset_dynamo)
+        return judge.report(time.perf_counter() - begun)
 
-    def find_warm_up(self) -> int:
-        """Serve until two rounds in a row stop growing, or growth is steady, or ``max_warm_up`` is reached."""
-        self.serve()
-        calm = 0
-        while self.round <= self.max_warm_up and calm < 2:
-            self.serve()
-            calm = calm + 1 if self.growth(self.round - 1) <= self.floor or self.steady() else 0
-        return self.round - 1
-
-    def growth(self, number: int) -> float:
-        """Growth of round ``number`` in bytes per request, the larger of host and device."""
-        gaps = [
-            (self.value(number, name) or 0) - (self.value(number - 1, name) or 0)
-            for name in ("host_in_use", "device_allocated")
-        ]
-        return max(gaps) / self.per_round
-
-    def steady(self) -> bool:
-        """Three rounds that grew alike (within 10 %): a leak, not a warm-up; waiting longer would not change it."""
-        if self.round < 4:
-            return False
-        late = [self.growth(self.round - back) for back in (1, 2, 3)]
-        return min(late) > self.floor and max(late) <= 1.1 * min(late)
-
-    def replayed(self, first: Estimate, again: Estimate | None) -> str:
-        """What the replay of the last round's inputs says of a growth ``first``: it went on, it stopped, or neither."""
-        if again is None or min(again.low, -again.high) < -2 * first.value and again.low < 0:
-            return "inconclusive"
-        return "keyed growth" if again.value < max(self.floor, 0.1 * first.value) else "per-call leak"
-
-    def judge(
-        self, warm: int, last: int, rates: dict[str, Estimate | None], replay_host: Estimate | None,
-        replay_device: Estimate | None, returned: dict[str, int],
-    ) -> str:  # fmt: skip
-        host, device = rates["host_in_use"], rates["device_allocated"]
-        if threading.active_count() > self.threads:
-            return "threads"
-        if any(e is not None and e.high < -SHRINK_FLOOR for e in (host, device)):
-            return "shrinks"  # a fault of the method, not a cure
-        if self.grew(host) or self.grew(device):
-            half = warm + self.rounds // 2
-            late = [self.rate(half, last, name) for name in ("host_in_use", "device_allocated") if last - half >= 6]
-            if late and not any(e is not None and e.value >= self.floor for e in late):
-                return "warm-up"
-            pairs = ((host, replay_host), (device, replay_device))
-            answers = {self.replayed(first, again) for first, again in pairs if self.grew(first)}
-            return (
-                answers.pop()
-                if len(answers) == 1
-                else "per-call leak"
-                if "per-call leak" in answers
-                else "inconclusive"
-            )
-        if any(e is not None and e.value > self.floor for e in (host, device)):
-            return "inconclusive"
-        if median(self.pending[warm + 1 : last + 1], "B").low > LAZY_BYTES:
-            return "lazy gc"
-        if self.grew(rates["device_reserved"]):
+    def intervene(self, judge: Judge) -> None:
+        """Clear cuBLAS workspaces; run the same kind of rounds with compiled code switched off."""
+        if counters.cuda_ready():
             import torch
 
-            before = torch.cuda.memory_reserved()
-            torch.cuda.empty_cache()
-            returned["empty_cache"] = before - torch.cuda.memory_reserved()
-            return "fragmentation"
-        if self.grew(rates["rss"], RSS_FLOOR):
-            returned["malloc_trim"] = counters.trim()
-            grown = (self.value(last, "rss") or 0) - (self.value(warm, "rss") or 0)
-            return "fragmentation" if returned["malloc_trim"] > 0.5 * grown else "inconclusive"
-        if self.grew(rates["device_used"], DRIVER_FLOOR):
-            return "driver"
-        return "none"
+            judge.returned["workspaces"] = _freed(torch._C._cuda_clearCublasWorkspaces)
+        if _compiled():
+            import torch
+
+            with torch.compiler.set_stance("force_eager"):
+                numbers = [self.serve() for _ in range(REPLAY_ROUNDS)]
+            judge.eager = judge.both(numbers[1:])
+
+    def find_owners(self, judge: Judge) -> None:
+        from o1lab.memory import owners
+
+        mark = owners.mark()
+        with _collector_off(judge.kind == "lazy gc"):
+            for _ in range(OWNER_ROUNDS):
+                self.requests()
+            found = owners.grown(mark, top=1000)
+        judge.owners = found
+        if judge.total is not None and judge.kind != "lazy gc":
+            owned = sum(owner.bytes for owner in found) / (OWNER_ROUNDS * self.per_round)
+            judge.unattributed = judge.total.shifted(-owned)
+
+
+def _compiled() -> bool:
+    """Whether Dynamo has compiled anything in this process (asking does not load it)."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["stats"].get("unique_graphs", 0) > 0
+
+
+def _reset_dynamo() -> None:
+    import torch
+
+    torch._dynamo.reset()
+
+
+def _freed(action: Callable[[], Any]) -> int:
+    """Bytes in use, host and device, that an action gives back."""
+    before = counters.read()
+    action()
+    gap = before - counters.read()
+    return (gap.host_in_use or 0) + (gap.device_allocated or 0)
+
+
+@contextlib.contextmanager
+def _collector_off(off: bool) -> Iterator[None]:
+    import gc
+
+    was = gc.isenabled()
+    if off:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

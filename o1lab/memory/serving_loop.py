@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,3 +91,37 @@ def with_plant(step: Callable[[Any], Any], plant: Callable[[], None]) -> Callabl
         plant()
 
     return both
+
+
+def generating(model: Any, requests: Sequence[Any], new_tokens: int = 2) -> tuple[Callable[[Any], None], list[Any]]:
+    """A step that serves a request by ``generate``, and the requests as token ids of shape (1, T).
+
+    Parameters
+    ----------
+    model : o1lab.models.Model or transformers model
+        The first encodes texts itself.
+
+    Raises
+    ------
+    ProbeError
+        Texts for a bare transformers model, whose tokenizer is not known here.
+    """
+    import torch
+
+    if hasattr(model, "encode"):
+        return ServingLoop(model, new_tokens=new_tokens), [model.encode(request) for request in requests]
+    if any(isinstance(request, str) for request in requests):
+        raise ProbeError("a transformers model takes token ids of shape (1, T); tokenize first, or use models.load")
+
+    def serve(ids: Any) -> None:
+        with torch.inference_mode():
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+
+    return serve, list(requests)

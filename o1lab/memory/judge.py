@@ -1,0 +1,132 @@
+"""From quiet readings to a kind: which growth is a leak, a cache, garbage, fragmentation or somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from o1lab.memory import counters
+from o1lab.memory.leak_report import ADVICE, REASONS, LeakReport
+from o1lab.memory.rounds import COUNTERS, IN_USE, Rounds
+from o1lab.stats import Estimate, median
+
+RSS_FLOOR = 256.0  # B/request: resident memory moves in 4 KiB pages, so it needs a coarser floor
+DRIVER_FLOOR = 4096.0  # B/request: other processes on the device move the driver's figure too
+SHRINK_FLOOR = 64.0  # B/request: type objects and free lists may give a little back for a while
+LAZY_BYTES = 1 << 20  # garbage in cycles at a round's end: any Python program has some, a MiB of it is worth a word
+
+
+class Judge:
+    """From the readings to a kind. ``numbers`` are the judged rounds, ``replay`` those that repeated their inputs."""
+
+    def __init__(self, rounds: Rounds, warm: int, numbers: Sequence[int], floor: float) -> None:
+        self.rounds, self.warm, self.numbers, self.floor = rounds, warm, numbers, floor
+        self.replay: Sequence[int] | None = None
+        self.rates = {name: rounds.rate(numbers, name) for name in COUNTERS}
+        self.total = self.both(numbers)
+        self.eager: Estimate | None = None
+        self.unattributed: Estimate | None = None
+        self.owners: list[Any] = []
+        self.returned: dict[str, int] = {}
+        self.kind, self.advice = "", ""
+
+    def both(self, numbers: Sequence[int]) -> Estimate | None:
+        """Growth of host and device together, of those that this machine can count."""
+        names = [name for name in IN_USE if self.rates[name] is not None]
+        return self.rounds.rate(numbers, *names) if names else None
+
+    def grew(self, name: str) -> bool:
+        """Whether a counter grows for certain; what is only held needs a coarser floor than what is in use."""
+        floor = {"rss": RSS_FLOOR, "device_used": DRIVER_FLOOR}.get(name, self.floor)
+        rate = self.rates[name]
+        return rate is not None and rate.low >= floor
+
+    def grown(self) -> list[str]:
+        """The in-use counters that grow."""
+        return [name for name in IN_USE if self.grew(name)]
+
+    def needs_replay(self) -> bool:
+        return bool(self.grown()) or self.grew("device_reserved")
+
+    def answer(self, names: Sequence[str]) -> str:
+        """What the replay says of growth in ``names``: it went on (a leak), it stopped (keyed), or neither."""
+        if not self.replay:
+            return "cause"
+        answers = set()
+        for name in names:
+            first, again = self.rates[name], self.rounds.rate(self.replay, name)
+            assert first is not None
+            if again is None or (min(again.low, -again.high) < -2 * first.value and again.low < 0):
+                answers.add("inconclusive")
+            else:
+                answers.add("keyed growth" if again.value < max(self.floor, 0.1 * first.value) else "per-call leak")
+        return answers.pop() if len(answers) == 1 else "per-call leak" if "per-call leak" in answers else "inconclusive"
+
+    def decide(self) -> None:
+        """Set ``kind`` and ``advice``."""
+        reason = self._reason()
+        self.kind = reason if reason in ADVICE else "inconclusive"
+        self.advice = REASONS.get(reason) or ADVICE[reason]
+        if reason.startswith("held: "):
+            self.kind, self.advice = reason.removeprefix("held: "), REASONS["held"]
+        if (
+            self.eager is not None
+            and self.total is not None
+            and self.kind in ("per-call leak", "keyed growth")
+            and self.eager.value < max(self.floor, 0.1 * self.total.value)
+        ):
+            self.advice = REASONS["compiled"]
+
+    def _reason(self) -> str:
+        last = self.numbers[-1]
+        if self.rounds.threads[last] > self.rounds.threads[self.warm]:
+            return "threads"
+        rates = [self.rates[name] for name in IN_USE]
+        if any(rate is not None and rate.high < -SHRINK_FLOOR for rate in rates):
+            return "shrinks"  # a fault of the method, not a cure
+        if names := self.grown():
+            half = self.numbers[len(self.numbers) // 2 :]
+            late = [self.rounds.rate(half, name) for name in IN_USE] if len(half) >= 6 else []
+            if late and not any(rate is not None and rate.value >= self.floor for rate in late):
+                return "warm-up"
+            return self.answer(names)
+        if any(rate is not None and rate.value > self.floor for rate in rates):
+            return "inconclusive"
+        if self.garbage():
+            return "lazy gc"
+        return self._held()
+
+    def garbage(self) -> bool:
+        """Whether much garbage waits for the collector at nearly every round's end."""
+        return median(list(self.rounds.pending[self.numbers[0] : self.numbers[-1] + 1]), "B").low > LAZY_BYTES
+
+    def _held(self) -> str:
+        """Nothing in use grows: does what the process or the allocator *holds*?"""
+        first, last = self.warm, self.numbers[-1]
+        if self.grew("device_reserved"):
+            import torch
+
+            self.returned["empty_cache"] = before = torch.cuda.memory_reserved()
+            torch.cuda.empty_cache()
+            self.returned["empty_cache"] -= torch.cuda.memory_reserved()
+            grown = self.rounds.total(last, ["device_reserved"]) - self.rounds.total(first, ["device_reserved"])
+            if self.returned["empty_cache"] > 0.5 * min(grown, before):
+                return "fragmentation"
+            return f"held: {self.answer(['device_reserved'])}" if self.replay else "cause"
+        if self.grew("rss"):
+            self.returned["malloc_trim"] = counters.trim()
+            grown = self.rounds.total(last, ["rss"]) - self.rounds.total(first, ["rss"])
+            return "fragmentation" if self.returned["malloc_trim"] > 0.5 * grown else "resident"
+        return "driver" if self.grew("device_used") else "none"
+
+    def report(self, seconds: float) -> LeakReport:
+        last = self.numbers[-1]
+        again = {name: self.rounds.rate(self.replay, name) if self.replay else None for name in IN_USE}
+        self.returned = {"gc": int(self.rounds.pending[last]), **self.returned}
+        rates = self.rates
+        return LeakReport(
+            self.kind, rates["host_in_use"], rates["device_allocated"], self.total, rates["rss"],
+            rates["device_reserved"], rates["device_used"], again["host_in_use"], again["device_allocated"], self.eager,
+            tuple(self.rounds.reading(number) for number in range(last + 1)), self.warm, self.rounds.per_round,
+            int(self.rounds.pending[last]), seconds, self.advice, self.returned, self.owners, self.unattributed,
+        )  # fmt: skip
