@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from o1lab.errors import ProbeError
@@ -44,6 +44,8 @@ class Growth:
         Bytes in use, before the first shape and after each (device zero without CUDA).
     reserved : list of int
         Bytes that torch's allocator holds from the driver.
+    pools : list of int
+        Of these, bytes in private pools: what recorded CUDA graphs hold.
     """
 
     arm: str
@@ -54,6 +56,7 @@ class Growth:
     reserved: list[int]
     backend: str
     dynamic: bool | None
+    pools: list[int] = field(default_factory=list)
 
     def per_graph(self, counter: str, *, skip: int = 2) -> Estimate:
         """Median growth per compiled graph in bytes; the first ``skip`` graphs carry one-off costs and are left out."""
@@ -160,6 +163,7 @@ def _block(width: int) -> Any:
 def grow(
     arm: str, *, limit: int | None = None, patch: bool = False, shapes: int = 40, device: str = "cpu",
     backend: str = "inductor", dynamic: bool | None = False, width: int = 64, seed: int = 0,
+    cudagraphs: bool = False, cudnn_attention: bool = True,
 ) -> Growth:  # fmt: skip
     """Run one arm in *this* process: compile a small block and show it ``shapes`` lengths it has not met.
 
@@ -173,8 +177,14 @@ def grow(
         ``"none"`` runs the block eagerly: the control, which shows what new shapes cost without any graph.
     dynamic : bool or None
         ``False`` specialises every shape (the worst case), ``None`` is torch's default (automatic dynamic shapes).
+    cudagraphs : bool
+        Record a CUDA graph per compiled graph, as ``mode="reduce-overhead"`` does (inductor on CUDA only).
+    cudnn_attention : bool
+        ``False`` keeps attention away from cuDNN, which keeps an execution plan for every shape on the host.
     """
     import torch
+
+    from o1lab.memory.compile_accounting import private_pool_bytes
 
     if shapes < 1 or backend not in BACKENDS:
         raise ProbeError(f"shapes={shapes}, backend={backend!r}: need at least 1 shape and one of {BACKENDS}")
@@ -186,6 +196,9 @@ def grow(
         torch._dynamo.config.cache_size_limit = 32
         torch._dynamo.config.suppress_errors = True
         torch.backends.cuda.enable_mem_efficient_sdp(False)
+    if cudagraphs:
+        torch._inductor.config.triton.cudagraphs = True
+    torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
     place = torch.device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     block = _block(width).to(place, dtype).eval()
@@ -199,14 +212,19 @@ def grow(
     graphs: list[int] = []
     with counters.frozen(), torch.inference_mode():
         block(inputs[0])  # the eager path's own workspaces are not the compiler's
-        readings = [counters.read()]
+        readings, pools = [counters.read()], [private_pool_bytes()]
         for x in inputs:
-            compiled(x)
+            for _ in range(3 if cudagraphs else 1):  # CUDA-graph trees warm up, record, then replay
+                if cudagraphs:
+                    torch.compiler.cudagraph_mark_step_begin()
+                compiled(x)
             graphs.append(count[0])
             readings.append(counters.read())
+            pools.append(private_pool_bytes())
     return Growth(
         arm, int(config.recompile_limit), graphs, [r.host_in_use or 0 for r in readings],
         [r.device_allocated or 0 for r in readings], [r.device_reserved or 0 for r in readings], backend, dynamic,
+        pools,
     )  # fmt: skip
 
 
