@@ -8,12 +8,13 @@ no such nodes: its blocks come from a private pool. Source: CUDA programming gui
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from o1lab.memory import graph_plays as plays
+from o1lab.memory.graph_plays import Torch
 from o1lab.memory.graph_raw import GraphError, Raw, call
 from o1lab.stats import Estimate, proportion
 
@@ -78,228 +79,25 @@ class Cases:
         return "\n".join(lines)
 
 
-def _inside(r: Raw, size: int) -> None:
-    s = r.stream()
-    with r.capture(s) as g:
-        a = r.books.malloc(size, s, "g")
-        r.fill(a, size, s)
-        r.books.free(a, s, "g")
-    for _ in range(3):
-        r.launch(g, s, "g")
-
-
-def _free_after(r: Raw, size: int) -> None:
-    s = r.stream()
-    with r.capture(s) as g:
-        a = r.books.malloc(size, s, "g")
-        r.fill(a, size, s)
-    for _ in range(3):
-        r.launch(g, s, "g")
-        r.books.free(a, s)
-
-
-def _free_inside(r: Raw, size: int) -> None:
-    s = r.stream()
-    a = r.books.malloc(size, s)
-    with r.capture(s) as g:
-        r.fill(a, size, s)
-        r.books.free(a, s, "g")
-    r.launch(g, s, "g")
-
-
-def _other_stream(r: Raw, size: int) -> None:
-    s, t = r.stream(), r.stream()
-    with r.capture(s) as g:
-        a = r.books.malloc(size, s, "g")
-        r.join(s, t)
-        r.fill(a, size, t)
-        r.books.free(a, t, "g")
-        r.join(t, s)
-    for _ in range(3):
-        r.launch(g, s, "g")
-
-
-def _other_stream_no_event(r: Raw, size: int) -> None:
-    s, t = r.stream(), r.stream()
-    with r.capture(s) as g:
-        a = r.books.malloc(size, s, "g")
-        r.fill(a, size, s)
-    r.launch(g, s, "g")
-    r.books.free(a, t)  # nothing orders t behind s: the free may run first
-
-
-def _two_graphs(r: Raw, size: int) -> None:
-    s = r.stream()
-    with r.capture(s) as first:
-        a = r.books.malloc(size, s, "first")
-    with r.capture(s) as second:
-        r.fill(a, size, s)
-        r.books.free(a, s, "second")
-    for _ in range(3):
-        r.launch(first, s, "first")
-        r.launch(second, s, "second")
-
-
-def _as_written(r: Raw, size: int) -> None:
-    s = r.stream()
-    a = r.books.malloc(size, s)
-    with r.capture(s) as g:
-        r.fill(a, size, s)
-    r.launch(g, s, "g")
-    r.books.free(a, s)
-
-
-def _forgotten(r: Raw, size: int) -> None:
-    s = r.stream()
-    with r.capture(s) as g:
-        a = r.books.malloc(size, s, "g")
-        r.fill(a, size, s)
-    r.launch(g, s, "g")
-
-
-class Torch:
-    """One run of a torch case; the same stages of taking down as :class:`Raw`."""
-
-    def __init__(self) -> None:
-        self.graphs: list[Any] = []
-        self.kept: list[Any] = []
-        self.hazard: bool | None = None
-
-    def graph(self, pool: Any = None) -> Any:
-        """A context that captures into a new graph, whose replay is :meth:`replay`."""
-        import torch
-
-        self.graphs.append(torch.cuda.CUDAGraph())
-        return torch.cuda.graph(self.graphs[-1], pool=pool)
-
-    def replay(self, times: int = 3) -> None:
-        for _ in range(times):
-            for graph in self.graphs:
-                graph.replay()
-
-    def empty(self, size: int) -> Any:
-        import torch
-
-        return torch.empty(size, dtype=torch.uint8, device="cuda")
-
-    def held(self) -> tuple[int, int]:
-        """Bytes that the allocator holds from the driver, and bytes in tensors."""
-        import torch
-
-        return torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-
-    def down(self) -> Iterator[str]:
-        """Take everything down stage by stage, naming each stage once it is done."""
-        import torch
-
-        torch.cuda.synchronize()
-        yield "free and synchronise"
-        for graph in self.graphs:
-            graph.reset()
-        self.graphs.clear()
-        gc.collect(0)
-        torch.cuda.synchronize()
-        yield "graph gone"
-        torch.cuda.empty_cache()
-        yield "trim"
-
-
-def _t_inside(r: Torch, size: int) -> None:
-    with r.graph():
-        x = r.empty(size)
-        x.fill_(1)
-        del x
-    r.replay()
-
-
-def _t_free_after(r: Torch, size: int) -> None:
-    with r.graph():
-        x = r.empty(size)
-        x.fill_(1)
-    r.replay()
-    del x
-
-
-def _t_free_inside(r: Torch, size: int) -> None:
-    import torch
-
-    x = r.empty(size)
-    with r.graph():
-        x.fill_(1)
-        del x
-    y = r.empty(size).zero_()  # the allocator may give the same block to the next tensor
-    r.replay()
-    torch.cuda.synchronize()
-    r.hazard = bool(y[0].item() == 1)  # and then the graph writes over it
-
-
-def _t_other_stream(r: Torch, size: int) -> None:
-    import torch
-
-    side = torch.cuda.Stream()
-    with r.graph():
-        main = torch.cuda.current_stream()
-        x = r.empty(size)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            x.fill_(1)
-            x.record_stream(side)
-        del x
-        main.wait_stream(side)
-        y = r.empty(size)  # a second block: record_stream parks the first for as long as the capture lasts
-        y.fill_(1)
-        del y
-    r.replay()
-
-
-def _t_other_stream_after(r: Torch, size: int) -> None:
-    import torch
-
-    side = torch.cuda.Stream()
-    with r.graph():
-        x = r.empty(size)
-        x.fill_(1)
-    r.replay()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.add_(1)
-    x.record_stream(side)
-    del x
-
-
-def _t_two_graphs(r: Torch, size: int) -> None:
-    with r.graph():
-        x = r.empty(size)
-        x.fill_(1)
-    with r.graph(pool=r.graphs[0].pool()):
-        x.add_(1)
-        del x
-    r.replay()
-
-
-def _t_forgotten(r: Torch, size: int) -> None:
-    with r.graph():
-        r.kept.append(r.empty(size))
-        r.kept[-1].fill_(1)
-    r.replay()
-
-
 CASES: dict[tuple[str, str], tuple[Callable[[Any, int], None], str]] = {
-    ("inside", "raw"): (_inside, "allocated and freed in one graph on one stream"),
-    ("free after", "raw"): (_free_after, "allocated in the graph, freed outside it after each replay"),
-    ("free inside", "raw"): (_free_inside, "allocated before the graph, freed inside it"),
-    ("other stream", "raw"): (_other_stream, "freed on another stream of the same capture, joined by events"),
-    ("other stream, no event", "raw"): (_other_stream_no_event, "freed outside on a stream that nothing orders"),
-    ("two graphs", "raw"): (_two_graphs, "allocated in one graph, freed in another"),
-    ("as written", "raw"): (_as_written, "the article's code: both calls outside, the graph only uses the pointer"),
-    ("forgotten", "raw"): (_forgotten, "control: allocated in the graph, never freed"),
-    ("inside", "torch"): (_t_inside, "a temporary of the captured region"),
-    ("free after", "torch"): (_t_free_after, "an output dropped after the replays"),
-    ("free inside", "torch"): (_t_free_inside, "a tensor from before, dropped during capture"),
-    ("other stream", "torch"): (_t_other_stream, "record_stream during capture"),
-    ("other stream after", "torch"): (_t_other_stream_after, "an output used and dropped on another stream"),
-    ("two graphs", "torch"): (_t_two_graphs, "allocated in one graph, dropped during the capture of another"),
-    ("forgotten", "torch"): (_t_forgotten, "control: the output is kept for ever"),
+    ("inside", "raw"): (plays.inside, "allocated and freed in one graph on one stream"),
+    ("free after", "raw"): (plays.free_after, "allocated in the graph, freed outside it after each replay"),
+    ("free inside", "raw"): (plays.free_inside, "allocated before the graph, freed inside it"),
+    ("other stream", "raw"): (plays.other_stream, "freed on another stream of the same capture, joined by events"),
+    ("other stream, no event", "raw"): (plays.other_stream_no_event, "freed outside on a stream that nothing orders"),
+    ("two graphs", "raw"): (plays.two_graphs, "allocated in one graph, freed in another"),
+    ("as written", "raw"): (
+        plays.as_written,
+        "the article's code: both calls outside, the graph only uses the pointer",
+    ),
+    ("forgotten", "raw"): (plays.forgotten, "control: allocated in the graph, never freed"),
+    ("inside", "torch"): (plays.torch_inside, "a temporary of the captured region"),
+    ("free after", "torch"): (plays.torch_free_after, "an output dropped after the replays"),
+    ("free inside", "torch"): (plays.torch_free_inside, "a tensor from before, dropped during capture"),
+    ("other stream", "torch"): (plays.torch_other_stream, "record_stream during capture"),
+    ("other stream after", "torch"): (plays.torch_other_stream_after, "an output used and dropped on another stream"),
+    ("two graphs", "torch"): (plays.torch_two_graphs, "allocated in one graph, dropped during the capture of another"),
+    ("forgotten", "torch"): (plays.torch_forgotten, "control: the output is kept for ever"),
 }
 OUTSIDE = ("free after", "other stream", "other stream, no event", "other stream after", "two graphs", "as written")
 """The cases of the article's warning: the free is outside the graph or on another stream."""

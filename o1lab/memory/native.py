@@ -19,6 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from o1lab.memory.native_join import FRAMES, NativeError, Trace, build
+from o1lab.memory.native_view import Matched, matched, timeline_figure
+
+__all__ = ["Matched", "NativeError", "Recording", "Trace", "matched", "planted", "timeline_figure", "trace_native"]
 
 KINDS = ("MEMORY2", "MEMORY_POOL", "CONCURRENT_KERNEL", "MEMCPY", "MEMSET", "RUNTIME", "DRIVER", "EXTERNAL_CORRELATION")
 BUFFER_BYTES = 8 << 20

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from o1lab.memory.native_join import Block, Clock, Matched, NativeError, Trace, Work, matched
+from o1lab.memory.native_join import Block, Clock, NativeError, Trace, Work
+from o1lab.memory.native_view import Matched, matched
 
 START, DURATION = "gpu__time_start", "gpu__time_duration"
 """Metric names without their roll-up (``.max``, ``.sum``)."""

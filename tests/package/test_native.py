@@ -11,9 +11,10 @@ import torch
 
 from o1lab import plots
 from o1lab.errors import ProbeError
-from o1lab.memory import graph_cases, graph_lifetimes, graph_raw, native, native_join, nsight
+from o1lab.memory import graph_cases, graph_lifetimes, graph_raw, native, native_join, native_view, nsight
 from o1lab.memory.graph_lifetimes import Graph, Node, Truth, derive_lifetimes
-from o1lab.memory.native_join import Block, Clock, NativeError, Trace, Work, align, matched
+from o1lab.memory.native_join import Block, Clock, NativeError, Trace, Work, align
+from o1lab.memory.native_view import matched
 
 FRAME = {"name": "serve", "filename": "/somewhere/loop.py", "line": 7}
 OFFSET = 1_000_000  # CUPTI's clock is 1 ms ahead of torch's
@@ -148,16 +149,16 @@ def test_the_figure_can_be_shown_and_an_empty_one_is_refused():
     events = [event for i in range(3000) for event in (entry("alloc", i, 20), entry("free_completed", i, 40))]
     work = [(i, "fill", 20 + i / 100, 20 + i / 100 + 0.001, 7) for i in range(3000)]
     trace = built(history_of(*events), calls=[], work=work, max_history=10**6)
-    figure = native_join.timeline_figure(trace)
+    figure = native_view.timeline_figure(trace)
     plots.check(figure)
     assert {t.name for t in figure.data} == {"segments", "blocks", "kernels"}
     assert max(figure.data[1].y) == pytest.approx(3000 * 512 / 2**20)
     with pytest.raises(NativeError, match="nothing to draw"):
-        native_join.timeline_figure(built(history_of()))
+        native_view.timeline_figure(built(history_of()))
 
 
 def test_busy_spans_merge_to_the_limit_and_keep_the_ends():
-    spans = native_join.busy([(i * 10, i * 10 + (9 if i % 2 else 1)) for i in range(100)], most=7)
+    spans = native_view.busy([(i * 10, i * 10 + (9 if i % 2 else 1)) for i in range(100)], most=7)
     assert len(spans) <= 7
     assert (spans[0][0], spans[-1][1]) == (0, 999)
 
