@@ -46,6 +46,8 @@ class Growth:
         Bytes that torch's allocator holds from the driver.
     pools : list of int
         Of these, bytes in private pools: what recorded CUDA graphs hold.
+    used : list of int
+        Bytes used on the whole device, as its driver sees it: meaningful for an arm that runs alone.
     """
 
     arm: str
@@ -57,6 +59,7 @@ class Growth:
     backend: str
     dynamic: bool | None
     pools: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
 
     def per_graph(self, counter: str, *, skip: int = 2) -> Estimate:
         """Median growth per compiled graph in bytes; the first ``skip`` graphs carry one-off costs and are left out."""
@@ -224,7 +227,7 @@ def grow(
     return Growth(
         arm, int(config.recompile_limit), graphs, [r.host_in_use or 0 for r in readings],
         [r.device_allocated or 0 for r in readings], [r.device_reserved or 0 for r in readings], backend, dynamic,
-        pools,
+        pools, [r.device_used or 0 for r in readings],
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from o1lab.memory.rounds import COUNTERS, IN_USE, Rounds
 from o1lab.stats import Estimate, median
 
 RSS_FLOOR = 256.0  # B/request: resident memory moves in 4 KiB pages, so it needs a coarser floor
+RESIDENT_FLOOR = 1024.0  # B/request of resident memory while the heap does not grow: below, pages touched again
 DRIVER_FLOOR = 4096.0  # B/request: other processes on the device move the driver's figure too
 SHRINK_FLOOR = 64.0  # B/request: type objects and free lists may give a little back for a while
 LAZY_BYTES = 1 << 20  # garbage in cycles at a round's end: any Python program has some, a MiB of it is worth a word
@@ -114,9 +115,12 @@ class Judge:
                 return "fragmentation"
             return f"held: {self.answer(['device_reserved'])}" if self.replay else "cause"
         if self.grew("rss"):
-            self.returned["malloc_trim"] = counters.trim()
-            grown = self.rounds.total(last, ["rss"]) - self.rounds.total(first, ["rss"])
-            return "fragmentation" if self.returned["malloc_trim"] > 0.5 * grown else "resident"
+            grown, free = (self.rounds.total(last, [n]) - self.rounds.total(first, [n]) for n in ("rss", "host_free"))
+            if free > 0.5 * grown or self.rates["host_free"] is None:
+                self.returned["malloc_trim"] = counters.trim()
+                return "fragmentation" if self.returned["malloc_trim"] > 0.5 * grown else "resident"
+            if self.rates["rss"].low >= RESIDENT_FLOOR:  # type: ignore[union-attr]
+                return "resident"
         return "driver" if self.grew("device_used") else "none"
 
     def report(self, seconds: float) -> LeakReport:

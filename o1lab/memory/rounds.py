@@ -119,6 +119,8 @@ def quiet_process() -> Iterator[None]:
     ProbeError
         A probe is running already in this process.
     """
+    import scipy.stats  # noqa: F401 - loaded now: a late import would eat the free heap that is to be judged
+
     global _running
     if _running:
         raise ProbeError("a probe inside a probe would measure the outer one; probe the inner step alone")
