@@ -238,10 +238,12 @@ def torch_capture(blocks: int, *, seed: int) -> tuple[Graph, int]:
         history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     finally:
         torch.cuda.memory._record_memory_history(None)
-    return read_graph(graph.raw_cuda_graph()), sum(entry["action"] == "alloc" for entry in history)
+    return read_graph(graph.raw_cuda_graph()), sum(
+        entry["action"] == "alloc" and entry["size"] >= 1 << 20 for entry in history
+    )
 
 
-def derivable(*, graphs: int = 8, blocks: int = 32, escape: float = 0.5, seed: int = 0) -> Derivable:
+def derivable(*, graphs: int = 26, blocks: int = 32, escape: float = 0.5, seed: int = 0) -> Derivable:
     """Derive lifetimes from ``graphs`` captured graphs of ``blocks`` blocks each and count those that are right.
 
     The truth is the program's own list of calls (raw) and torch's allocator history (torch).

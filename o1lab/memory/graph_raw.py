@@ -70,6 +70,7 @@ class Pairing:
         (error,) = self.cudart.cudaFreeAsync(address, stream)
         if int(error) != 0:
             self.refused.append(error.name)
+            self.cudart.cudaGetLastError()  # else torch's next check would report it
             return False
         self._note("free", address, 0, graph)
         return True
@@ -127,6 +128,9 @@ class Raw:
             yield made
         finally:
             error, graph = self.cudart.cudaStreamEndCapture(stream)
+            for event in self.events:  # before the graph and the streams that they were recorded in are gone
+                call(self.cudart.cudaEventDestroy(event))
+            self.events.clear()
             if int(error) != 0:
                 self.books.refused.append(error.name)
                 self.cudart.cudaGetLastError()
@@ -171,8 +175,6 @@ class Raw:
         yield "graph gone"
         for stream in self.streams:
             call(rt.cudaStreamDestroy(stream))
-        for event in self.events:
-            call(rt.cudaEventDestroy(event))
         self.streams.clear()
         yield "streams gone"
         device = call(rt.cudaGetDevice())

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -108,10 +109,6 @@ def load_cupti() -> Any:
 
 
 def _start(cupti: Any) -> list[Any]:
-    import torch
-
-    if torch._C._autograd._profiler_enabled():
-        raise NativeError("torch.profiler is running and owns CUPTI: leave it before native tracing")
     enabled: list[Any] = []
     try:
         cupti.activity_register_callbacks(_requested, _completed)
@@ -176,6 +173,8 @@ def trace_native(*, max_records: int = 200_000, max_history: int = 100_000) -> I
     with _lock:
         if _active is not None:
             raise NativeError("a native recording is running already: leave it first")
+        if torch._C._autograd._profiler_enabled():
+            raise NativeError("torch.profiler is running and owns CUPTI: leave it before native tracing")
         if torch._C._cuda_isHistoryEnabled():
             raise NativeError(
                 "the allocator history is being recorded by someone else: stop it first with "
@@ -187,30 +186,45 @@ def trace_native(*, max_records: int = 200_000, max_history: int = 100_000) -> I
         torch.cuda.init()
         torch.cuda.synchronize()
         enabled = _start(cupti)
-        torch.cuda.memory._record_memory_history(
-            "all", context="all", stacks="python", max_entries=max_history, clear_history=True
-        )
-        before = _brackets(cupti)
-        begin = cupti.get_timestamp()
+        blocks = torch.cuda.memory.get_allocator_backend() == "native"  # another one has no history; CUPTI sees it all
+        if blocks:
+            torch.cuda.memory._record_memory_history(
+                "all", context="all", stacks="python", max_entries=max_history, clear_history=True
+            )
+        before = _brackets(cupti) if blocks else []
+        first = _now(cupti)
         yield recording
         torch.cuda.synchronize()
-        end = cupti.get_timestamp()
-        after = _brackets(cupti)
-        history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        last = _now(cupti)
+        after = _brackets(cupti) if blocks else []
+        history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()] if blocks else []
         cupti.activity_flush_all(1)
         recording.trace = build(
-            recording.store, recording.seen, recording.marks, history, before, after, begin, end, max_history,
+            recording.store, recording.seen, recording.marks, history, before, after, first, last, max_history,
             _stream_ids(cupti, history),
         )  # fmt: skip
     finally:
         try:
-            torch.cuda.memory._record_memory_history(None)
+            if torch._C._cuda_isHistoryEnabled():
+                torch.cuda.memory._record_memory_history(None)
         finally:
             try:
                 _stop(cupti, enabled)
                 cupti.activity_flush_all(1)  # what is left goes to this recording, not to the next
             finally:
                 _active, recording._cupti = None, None
+
+
+def _now(cupti: Any) -> tuple[int, int]:
+    """CUPTI's time and the time of day in ns, read together: the tightest of a few readings."""
+    readings = []
+    for _ in range(9):
+        before = time.time_ns()
+        ticks = cupti.get_timestamp()
+        after = time.time_ns()
+        readings.append((after - before, ticks, (before + after) // 2))
+    _, ticks, ns = min(readings)
+    return ticks, ns
 
 
 def _brackets(cupti: Any, samples: int = 48) -> list[tuple[int, int]]:
@@ -246,7 +260,7 @@ def _here(frame: Any) -> tuple[str, ...]:
     return tuple(stack)
 
 
-def planted(count: int = 256, *, first: int = 4096, step: int = 4096) -> None:
+def planted(count: int = 512, *, first: int = 4096, step: int = 4096) -> None:
     """Allocate, fill with one kernel each and free ``count`` blocks of sizes that tell them apart (bytes)."""
     import torch
 

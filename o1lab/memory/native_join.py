@@ -7,7 +7,7 @@ the result. Article §3.2.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,18 @@ class Trace:
     end_ns: int
 
 
+def to_wall(first: tuple[int, int], last: tuple[int, int]) -> Callable[[int], int]:
+    """How CUPTI's times become ns of the time of day, from one pair (CUPTI's, time of day) at each end.
+
+    They are that already, unless another profiler of this process has given CUPTI a clock of its own: torch.profiler
+    makes it count processor ticks, and that cannot be undone without taking CUPTI from it.
+    """
+    if abs(first[0] - first[1]) < 1_000_000_000 and abs(last[0] - last[1]) < 1_000_000_000:
+        return int
+    ticks, ns = max(1, last[0] - first[0]), last[1] - first[1]
+    return lambda time: first[1] + (time - first[0]) * ns // ticks
+
+
 def align(brackets: Sequence[tuple[int, int]], times_us: Sequence[int]) -> Clock:
     """Offset of CUPTI's clock over torch's, from allocations bracketed by CUPTI times.
 
@@ -139,7 +151,7 @@ def pair(history: Sequence[dict[str, Any]], clock: Clock, streams: Mapping[int, 
     rows: list[list[Any]] = []
     for entry in history:
         action, address = entry["action"], entry["addr"]
-        time = round(1000 * entry["time_us"] + clock.offset_ns)
+        time = 1000 * entry["time_us"] + round(clock.offset_ns)  # whole numbers: a float holds no ns since 1970
         if action == first:
             stack = tuple(_frame(f) for f in entry.get("frames", ())[:FRAMES])
             stream = streams.get(int(entry.get("stream", 0)), -1)
@@ -160,37 +172,45 @@ def _frame(frame: dict[str, Any]) -> str:
 def build(
     store: Mapping[str, Sequence[Any]], seen: Mapping[str, int], marks: Mapping[int, tuple[str, ...]],
     history: Sequence[dict[str, Any]], before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]],
-    begin_ns: int, end_ns: int, max_history: int, streams: Mapping[int, int],
+    first: tuple[int, int], last: tuple[int, int], max_history: int, streams: Mapping[int, int],
 ) -> Trace:  # fmt: skip
-    """Join CUPTI's records and torch's history into a :class:`Trace` (pure: no GPU is asked)."""
+    """Join CUPTI's records and torch's history into a :class:`Trace` (pure: no GPU is asked).
+
+    ``first`` and ``last`` are CUPTI's time and the time of day in ns, at the beginning and end of what is recorded.
+    """
+    wall = to_wall(first, last)
+    begin_ns, end_ns = wall(first[0]), wall(last[0])
+    before, after = ([(wall(a), wall(b)) for a, b in brackets] for brackets in (before, after))
     allocs = [entry for entry in history if entry["action"] == "alloc"]
     whole = len(history) < max_history  # else the first brackets' entries may have been overwritten
     known = [(bracket, entry["time_us"]) for bracket, entry in zip(before, allocs, strict=False)] if whole else []
-    if after and allocs:
-        known += list(zip(after, [entry["time_us"] for entry in allocs[-len(after) :]], strict=True))
-    clock = align([bracket for bracket, _ in known], [time for _, time in known])
+    known += [(bracket, entry["time_us"]) for bracket, entry in zip(after[::-1], allocs[::-1], strict=False)]
+    if allocs:
+        clock = align([bracket for bracket, _ in known], [time for _, time in known])
+    else:  # another allocator backend than torch's own keeps no history: there is nothing to align
+        clock = Clock(0.0, 0.0, 0, False)
 
     def inside(time: int) -> bool:
         return begin_ns <= time <= end_ns
 
     launched: dict[int, int] = {}
     for correlation, start in store.get("call", ()):
-        launched[correlation] = min(start, launched.get(correlation, start))
+        launched[correlation] = min(wall(start), launched.get(correlation, wall(start)))
     marked = dict(store.get("external", ()))
     natives = [
-        Native(time, address, size, operation == 1, MEMORY_KINDS[kind], stream, process, correlation, pool,
+        Native(wall(time), address, size, operation == 1, MEMORY_KINDS[kind], stream, process, correlation, pool,
                marked.get(correlation, 0))
         for time, address, size, operation, kind, stream, process, correlation, pool in store.get("memory", ())
-        if kind in MEMORY_KINDS and inside(time)
+        if kind in MEMORY_KINDS and inside(wall(time))
     ]  # fmt: skip
     names = {1: "created", 2: "destroyed", 3: "trimmed"}
     pools = [
-        PoolEvent(time, names.get(operation, "?"), address, size, used, process)
+        PoolEvent(wall(time), names.get(operation, "?"), address, size, used, process)
         for time, operation, address, size, used, process in store.get("pool", ())
-        if inside(time)
+        if inside(wall(time))
     ]
     work = [
-        Work(name, launched.get(correlation, start), start, end, stream, correlation, grid, node)
+        Work(name, launched.get(correlation, wall(start)), wall(start), wall(end), stream, correlation, grid, node)
         for name, start, end, stream, correlation, grid, node in store.get("work", ())
     ]
     lost = {sort: count - len(store[sort]) for sort, count in seen.items() if count > len(store[sort])}

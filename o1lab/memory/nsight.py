@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from o1lab.memory.native_join import Block, Clock, NativeError, Trace, Work
+from o1lab.memory.native_join import Block, Clock, NativeError, Trace, Work, pair
 from o1lab.memory.native_view import Matched, matched
 
 START, DURATION = "gpu__time_start", "gpu__time_duration"
@@ -178,8 +178,6 @@ def measure_ncu(*, blocks: int = 128, seconds: float = 300.0) -> tuple[Matched, 
     NativeError
         No ``ncu``, no GPU, it may not read counters here, or the traced program left no history.
     """
-    from o1lab.memory.native_join import pair
-
     find_ncu()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "history.json")

@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 
-from o1lab import plots
 from o1lab.memory import native, native_join, native_view, nsight
 
 pytestmark = pytest.mark.gpu
@@ -22,14 +21,14 @@ def cupti():
 def planted_trace(cupti):
     native.planted(8)
     with native.trace_native() as recording:
-        native.planted(256)
+        native.planted(512)
     return recording.trace
 
 
 def test_every_planted_allocation_is_matched(planted_trace):
     found = native_view.matched(planted_trace)
-    assert found.n == 256
-    assert found.share.low >= 0.98
+    assert found.n == 512
+    assert found.share.low >= 0.99  # the ledger's bound
     assert found.alive == 0
     assert planted_trace.lost == {}
     assert any("planted native.py" in frame for block in planted_trace.blocks for frame in block.stack)
@@ -43,7 +42,7 @@ def test_the_kernel_found_is_the_one_that_filled_the_block(planted_trace):
         for block in planted_trace.blocks
     ]
     assert grids == sorted(grids)  # the blocks grow by a page each, and so does the grid that fills them
-    assert len(set(grids)) > 100
+    assert len(set(grids)) > 200
 
 
 def test_the_clocks_agree_to_a_few_microseconds(planted_trace):
@@ -52,7 +51,7 @@ def test_the_clocks_agree_to_a_few_microseconds(planted_trace):
 
 
 def test_cupti_alone_sees_few_blocks_of_a_caching_allocator(planted_trace):
-    assert native_view.matched(planted_trace).cupti_alone < 0.5 * 256
+    assert native_view.matched(planted_trace).cupti_alone < 0.5 * 512
 
 
 def test_without_kernels_nothing_is_matched(planted_trace):
@@ -113,6 +112,9 @@ def test_an_exception_leaves_nothing_switched_on(cupti):
 
 
 def test_the_figure_shows_a_real_trace(planted_trace):
+    pytest.importorskip("plotly")
+    from o1lab import plots
+
     plots.check(native_view.timeline_figure(planted_trace))
 
 

@@ -44,7 +44,7 @@ def built(history, *, calls=(), work=(), memory=(), external=(), marks=None, max
     seen = {sort: len(records) for sort, records in store.items()}
     bracket = [(at(10) + 200, at(10) + 600)], [(at(90) + 300, at(90) + 500)]
     return native_join.build(
-        store, seen, marks or {}, history, *bracket, at(12), at(89), max_history, {0: 7, 5: 13}
+        store, seen, marks or {}, history, *bracket, (at(12), at(12)), (at(89), at(89)), max_history, {0: 7, 5: 13}
     )  # fmt: skip
 
 
@@ -128,6 +128,21 @@ def test_drifting_clocks_are_said_to_drift_and_the_error_covers_it():
     assert clock.error_ns > 20_000
 
 
+def test_a_clock_of_ticks_is_turned_into_ns():
+    day = 1_700_000_000_000_000_000
+    wall = native_join.to_wall((5_000, day), (9_000, day + 1_000))  # four ticks a ns
+    assert [wall(5_000), wall(7_000), wall(9_000)] == [day, day + 500, day + 1_000]
+    assert native_join.to_wall((day, day + 9), (day + 50, day + 60))(day + 7) == day + 7
+
+
+def test_times_since_1970_keep_their_ns():
+    day_us = 1_796_024_890_274_979
+    entries = [entry("alloc", 64, day_us), entry("free_completed", 64, day_us + 1)]
+    (block,) = native_join.pair(entries, Clock(-205.5, 0, 1, False), {}, segments=False)
+    assert block.start_ns == 1000 * day_us - 206
+    assert block.end_ns - block.start_ns == 1000
+
+
 def test_a_wrapped_history_is_reported_and_aligned_by_its_end():
     trace = built(history_of(*BLOCK), max_history=9)
     assert "history" in trace.lost
@@ -201,7 +216,8 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *a, **k: switched.append(a[0]))
-    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: bool(switched) and switched[-1], raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(native, "_brackets", lambda cupti: [])
     return switched
 
@@ -224,7 +240,7 @@ def test_everything_is_disabled_again_after_an_exception(fake_gpu, monkeypatch, 
     with pytest.raises(error, match=says):
         failing(cupti)
     assert cupti.enabled == set()
-    assert fake_gpu[-1] is None
+    assert fake_gpu == ([] if refuse else ["all", None])
     assert native._active is None
 
 
