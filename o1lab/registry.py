@@ -21,6 +21,7 @@ METRICS: dict[str, Metric] = {
     ),
     "device_bytes_per_graph": Metric(("B/graph",), "device bytes in use kept per compiled graph"),
     "host_bytes_per_graph": Metric(("B/graph",), "host heap bytes in use kept per compiled graph"),
+    "host_bytes_per_shape": Metric(("B/shape",), "host heap bytes in use kept per new input shape, nothing compiled"),
     "graphs_before_eager": Metric(("graphs",), "graphs torch keeps for one function before it falls back to eager"),
     "growth_reduction": Metric(("%",), "retained bytes saved by a change, of those retained without it"),
     "unreclaimed_share": Metric(("1",), "blocks still held after their graph is gone and the device is idle, of all"),

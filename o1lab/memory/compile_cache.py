@@ -22,7 +22,7 @@ from typing import Any
 
 from o1lab.errors import ProbeError
 from o1lab.memory import counters
-from o1lab.stats import Estimate, median
+from o1lab.stats import Estimate, median, theil_sen
 
 UNIT = "B/graph"
 BACKENDS = ("inductor", "aot_eager", "none")
@@ -78,6 +78,11 @@ class Growth:
         """
         values, skip = getattr(self, counter), len(self.graphs) // 2
         return median([b - a for a, b in itertools.pairwise(values[skip:])], "B/shape")
+
+    def slope(self, counter: str) -> Estimate:
+        """Theil–Sen growth per new shape in bytes, later half: for figures that move in steps, such as ``used``."""
+        values, skip = getattr(self, counter), len(self.graphs) // 2
+        return theil_sen(range(len(values) - skip), values[skip:], UNIT)
 
     def kept(self, counter: str = "host") -> int:
         """Bytes still in use at the end, over the start."""

@@ -87,18 +87,18 @@ class watch:
         """What the rounds say, once the block has ended."""
         if self._report is None:
             raise ProbeError(
-                f"{self.rounds.count - 1} rounds were ended; a judgement needs {LEAST} and the end of the with block. "
-                "Call round() more often"
+                f"{self.rounds.count - 1} rounds were ended; a judgement needs {LEAST}, six of them with new inputs, "
+                "and the end of the with block. Call round() more often"
             )
         return self._report
 
-    def _judge(self) -> LeakReport:
-        warm = min(self.rounds.settled(self.floor), self.rounds.count - 7)
-        later = range(warm + 1, self.rounds.count)
-        fresh = [number for number in later if not self.replayed[number]]
-        again = [number for number in later if self.replayed[number]]
+    def _judge(self) -> LeakReport | None:
+        fresh = [number for number in range(1, self.rounds.count) if not self.replayed[number]]
         if len(fresh) < 6:
-            raise ProbeError(f"{len(fresh)} rounds with new inputs after warm-up; at least 6 are needed")
+            return None
+        warm = min(self.rounds.settled(self.floor), fresh[-6] - 1)
+        fresh = [number for number in fresh if number > warm]
+        again = [number for number in range(warm + 1, self.rounds.count) if self.replayed[number]]
         judge = Judge(self.rounds, warm, fresh, self.floor)
         judge.replay = again if len(again) >= 6 else None
         judge.decide()
