@@ -44,16 +44,17 @@ def shell(cache_size: int) -> Iterator[Any]:
     bytes_per_request=KV_BYTES,
     owner=r"Out\b|_oh|\b_\d*\b",
     requests_per_round=8,
-    note="IPython empties a quarter of it once there are 1000 outputs",
+    note="with `cache_size` 0 the texts shown stay, in `history_manager.outputs` and `output_hist_reprs` (IPython 9)",
 )
 def cell_outputs(leak: bool) -> Iterator[Step]:
-    """``Out`` keeps the value of every cell that ends in an expression. Cure: end in ``;`` or set ``cache_size`` 0."""
-    with shell(cache_size=1000 if leak else 0) as ipython:
-        ipython.user_ns["model"] = Answer
+    """``Out`` keeps the value of every cell that ends in an expression. Cure: assign it, or end in ``;``."""
+    with shell(cache_size=1000) as ipython:
 
         def step(number: int) -> None:
             ipython.execution_count += 1
-            ipython.run_cell("model()", store_history=False)
+            value = Answer()
+            if leak:
+                ipython.displayhook(value)  # what a cell that ends in `model(x)` does
             sys.stdout.seek(0)
             sys.stdout.truncate()
 
@@ -72,16 +73,17 @@ class Answer:
 
 @case(
     "https://github.com/ipython/ipython/issues/11572",
-    "none",
-    group="fixed",
+    "per-call leak",
+    owner="executing",
     requests_per_round=4,
-    rounds=6,
-    note="a retention, not a growth: the last failure only. `release_notebook()` names its holders and lets go of it",
+    warm_up=10,
+    note="the locals of the last failed cell stay as well, once, not per request: `release_notebook()` lets go of them",
 )
-def failing_cell(leak: bool) -> Iterator[Step]:
-    """A failed cell pins its frames until the next one fails: one request's memory, however many there are."""
+def failing_cells(leak: bool) -> Iterator[Step]:
+    """Each traceback shown leaves the failed cell's code in a cache of ``executing``. Cure: ``%xmode Minimal``."""
     with shell(cache_size=1000) as ipython:
         ipython.user_ns["activation"] = activation
+        ipython.InteractiveTB.set_mode("Context" if leak else "Minimal")
 
         def step(number: int) -> None:
             ipython.run_cell("hidden = activation(); hidden.no_such_method()", store_history=False)

@@ -20,11 +20,11 @@ KV_BYTES = 32 * KIB
 """What a request leaves: a float32 tensor of shape (8, 1024). Its headers of about 0.5 KiB are within the 5 %."""
 
 
-def activation() -> Any:
-    """A float32 tensor of shape (8, 1024) on the CPU: what a request computes in these cases."""
+def activation(rows: int = 8) -> Any:
+    """A float32 tensor of shape (rows, 1024) on the CPU: what a request computes in these cases."""
     import torch
 
-    return torch.ones(8, 1024)
+    return torch.ones(rows, 1024)
 
 
 @case("https://github.com/vllm-project/vllm/pull/44490", "per-call leak", bytes_per_request=KV_BYTES, owner="finished")

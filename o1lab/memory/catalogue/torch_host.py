@@ -47,7 +47,7 @@ def hooks_never_removed(leak: bool) -> Iterator[Step]:
     yield step
 
 
-@case(FAQ, "per-call leak", bytes_per_request=2 * KV_BYTES, owner="losses")
+@case(FAQ, "per-call leak", bytes_per_request=256 * KIB, owner="losses", requests_per_round=8)
 def history_kept(leak: bool) -> Iterator[Step]:
     """A kept loss keeps its graph, so every tensor saved for backward. Cure: ``float(loss)`` or ``inference_mode``."""
     import torch
@@ -55,7 +55,7 @@ def history_kept(leak: bool) -> Iterator[Step]:
     weight, losses = torch.nn.Parameter(torch.ones(1024)), []
 
     def step(number: int) -> None:
-        hidden = activation() * weight  # saves activation()
+        hidden = activation(32) * weight  # saves activation(32)
         loss = (hidden * hidden).sum()  # saves hidden
         losses.append(loss if leak else float(loss))
         if not leak:
@@ -64,7 +64,7 @@ def history_kept(leak: bool) -> Iterator[Step]:
     yield step
 
 
-@case(FAQ, "per-call leak", bytes_per_request=KV_BYTES, owner="meter|total")
+@case(FAQ, "per-call leak", bytes_per_request=128 * KIB, owner="meter|total", requests_per_round=8)
 def total_plus_loss(leak: bool) -> Iterator[Step]:
     """``total += loss`` makes one graph of all requests. Cure: ``total += loss.detach()``."""
     import torch
@@ -72,7 +72,7 @@ def total_plus_loss(leak: bool) -> Iterator[Step]:
     weight, meter = torch.nn.Parameter(torch.ones(1024)), {"total": torch.zeros(())}
 
     def step(number: int) -> None:
-        loss = (activation() * weight).sum()  # saves activation()
+        loss = (activation(32) * weight).sum()  # saves activation(32)
         meter["total"] = meter["total"] + (loss if leak else loss.detach())
 
     yield step
@@ -97,8 +97,8 @@ def view_of_logits(leak: bool) -> Iterator[Step]:
 @case(
     "https://github.com/pytorch/pytorch/issues/48049",
     "per-call leak",
-    bytes_per_request=64 * KIB,
-    note="autocast's cache is emptied when the outermost autocast ends",
+    bytes_per_request=192 * KIB,
+    note="the cast's 64 KiB, and by its autograd history the parameter's 128 KiB; freed when the outermost one ends",
 )
 def autocast_cache(leak: bool) -> Iterator[Step]:
     """Autocast keeps the cast of each parameter until it ends; fresh adapters add up. Cure: ``cache_enabled=False``."""
@@ -107,7 +107,7 @@ def autocast_cache(leak: bool) -> Iterator[Step]:
     x = torch.ones(1, 128)
 
     def step(number: int) -> None:
-        adapter = torch.nn.Parameter(torch.ones(256, 128))  # its bfloat16 cast has 64 KiB
+        adapter = torch.nn.Parameter(torch.ones(256, 128))  # 128 KiB; its bfloat16 cast has 64 KiB
         torch.nn.functional.linear(x, adapter)
 
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=leak):
@@ -131,8 +131,8 @@ def jit_trace(leak: bool) -> Iterator[Step]:
 
     def step(number: int) -> None:
         table = torch.ones(256, 1024)
-        constants.append(table.untyped_storage()._weak_ref())
         if leak:
+            constants.append(table.untyped_storage()._weak_ref())
             torch.jit.trace(lambda x: x + table, (torch.ones(1),), check_trace=False)
 
     yield step
@@ -218,9 +218,9 @@ def profiler_left_on(leak: bool) -> Iterator[Step]:
 @case(
     "https://github.com/huggingface/transformers/pull/47731",
     "per-call leak",
-    bytes_per_request=32 * KIB,
+    bytes_per_request=128 * KIB,
     owner="conversations",
-    note="the tiny Llama: 2 layers × (keys, values) × 2 heads × 16 wide × 64 tokens × 4 bytes = 32 KiB",
+    note="the tiny Llama: 2 layers × (keys, values) × 2 heads × 16 wide × 256 tokens × 4 bytes = 128 KiB",
     requests_per_round=8,
 )
 def kept_past_key_values(leak: bool) -> Iterator[Step]:
@@ -230,7 +230,7 @@ def kept_past_key_values(leak: bool) -> Iterator[Step]:
     from o1lab import models
 
     model, conversations = models.load("tiny", "cpu").model, []
-    ids = torch.ones(1, 64, dtype=torch.long)
+    ids = torch.ones(1, 256, dtype=torch.long)
 
     def step(number: int) -> None:
         with torch.inference_mode():
@@ -256,20 +256,21 @@ def disabled_inside_compiled(leak: bool) -> Iterator[Step]:
 
 @case(
     "https://github.com/pytorch/pytorch/issues/119607",
-    "none",
-    group="fixed",
-    requests_per_round=2,
-    rounds=6,
-    note="also #122969 and #129901: what was pinned for good is now freed with the model",
+    "per-call leak",
+    owner="cached_backends",
+    requests_per_round=8,
+    note="the reports' pinned weights (also #122969, #129901) are freed today; a wrapper of 272 B is left on 2.13",
 )
-def compiled_model_dies(leak: bool) -> Iterator[Step]:
-    """A compiled model outlived its last reference; today a new one per request leaves nothing."""
+def compile_per_request(leak: bool) -> Iterator[Step]:
+    """``torch.compile`` in the request: Dynamo keeps each call's backend wrapper for good. Cure: compile once."""
     import torch
 
+    model = torch.nn.Linear(64, 64)
+    once, x = torch.compile(model, backend="eager"), torch.ones(1, 64)
+
     def step(number: int) -> None:
-        model = torch.nn.Linear(64, 64)
         with torch.no_grad():
-            torch.compile(model, backend="eager")(torch.ones(1, 64))
+            (torch.compile(torch.nn.Linear(64, 64), backend="eager") if leak else once)(x)
 
     yield step
     torch._dynamo.reset()
