@@ -1,4 +1,4 @@
-"""The command line: ``python -m o1lab doctor | claims | run | report | new``."""
+"""The command line: ``python -m o1lab doctor | claims | run | report | watch | new``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ COMMANDS = {
     "claims": ("o1lab.claims", "every claim of the article with its decision rule and notebook"),
     "run": ("o1lab.runner", "run one, some or all notebooks headless and write the report"),
     "report": ("o1lab.report", "write a run's report, or compare two runs"),
+    "watch": ("o1lab.memory.attach", "sample a running process from outside and say whether its memory trends upwards"),
     "new": ("o1lab.new", "start a notebook from the template"),
 }
 
