@@ -13,6 +13,7 @@ from o1lab.stats import Estimate, median
 RSS_FLOOR = 256.0  # B/request: resident memory moves in 4 KiB pages, so it needs a coarser floor
 RESIDENT_FLOOR = 1024.0  # B/request of resident memory while the heap does not grow: below, pages touched again
 DRIVER_FLOOR = 4096.0  # B/request: other processes on the device move the driver's figure too
+DWARFED = 20.0  # a segment or a foreign allocation costs a few kB of bookkeeping on the host
 SHRINK_FLOOR = 64.0  # B/request: type objects and free lists may give a little back for a while
 LAZY_BYTES = 1 << 20  # garbage in cycles at a round's end: any Python program has some, a MiB of it is worth a word
 
@@ -85,7 +86,10 @@ class Judge:
         rates = [self.rates[name] for name in IN_USE]
         if any(rate is not None and rate.high < -SHRINK_FLOOR for rate in rates):
             return "shrinks"  # a fault of the method, not a cure
-        if names := self.grown():
+        names = self.grown()
+        if names and self.dwarfed():
+            return self._held()
+        if names:
             half = self.numbers[len(self.numbers) // 2 :]
             late = [self.rounds.rate(half, name) for name in IN_USE] if len(half) >= 6 else []
             if late and not any(rate is not None and rate.value >= self.floor for rate in late):
@@ -96,6 +100,12 @@ class Judge:
         if self.garbage():
             return "lazy gc"
         return self._held()
+
+    def dwarfed(self) -> bool:
+        """Whether what is held grows so much faster than what is in use that the latter is only its bookkeeping."""
+        assert self.total is not None
+        held = [self.rates[name] for name in ("device_reserved", "device_used") if self.grew(name)]
+        return any(rate is not None and rate.low > DWARFED * self.total.value for rate in held)
 
     def garbage(self) -> bool:
         """Whether much garbage waits for the collector at nearly every round's end."""

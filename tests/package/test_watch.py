@@ -203,6 +203,10 @@ STEADY = {"host_in_use": [10**8] * 20, "host_free": [10**6] * 20, "rss": [2 * 10
     [
         ({}, "none"),
         ({"device_used": [n * 10**6 for n in range(20)]}, "driver"),
+        (
+            {"device_used": [n * 10**8 for n in range(20)], "host_in_use": [10**8 + n * 30_000 for n in range(20)]},
+            "driver",
+        ),
         ({"rss": [10**8 + n * 10**5 for n in range(20)]}, "inconclusive"),  # neither in use nor free heap: mapped
         ({"rss": [10**8 + n * 3000 for n in range(20)]}, "none"),  # pages of a trimmed heap, touched again
         ({"host_in_use": [10**8 - n * 10**5 for n in range(20)]}, "inconclusive"),
