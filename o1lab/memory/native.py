@@ -10,12 +10,13 @@ Sources: CUPTI documentation (activity API), ``torch/cuda/memory.py`` (``_record
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,12 @@ from o1lab.memory.native_view import Matched, matched, timeline_figure
 
 __all__ = ["Matched", "NativeError", "Recording", "Trace", "matched", "planted", "timeline_figure", "trace_native"]
 
-KINDS = ("MEMORY2", "MEMORY_POOL", "CONCURRENT_KERNEL", "MEMCPY", "MEMSET", "RUNTIME", "DRIVER", "EXTERNAL_CORRELATION")
+KINDS = ("MEMORY2", "MEMORY_POOL", "CONCURRENT_KERNEL", "MEMCPY", "MEMSET", "EXTERNAL_CORRELATION")
+CALLS = {
+    "RUNTIME": ("cudaLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset", "cudaMalloc", "cudaFree"),
+    "DRIVER": ("cuLaunch", "cuGraphLaunch", "cuMemcpy", "cuMemset", "cuMemAlloc", "cuMemFree"),
+}
+"""API calls whose times are recorded: those that launch work or allocate. All calls would be fifty a kernel."""
 BUFFER_BYTES = 8 << 20
 
 
@@ -108,30 +114,48 @@ def load_cupti() -> Any:
     return cupti
 
 
-def _start(cupti: Any) -> list[Any]:
-    enabled: list[Any] = []
+def _start(cupti: Any) -> list[Callable[[], Any]]:
+    """Switch recording on; the list returned switches it off again, item by item."""
+    undo: list[Callable[[], Any]] = []
+
+    def enable(name: str) -> None:
+        kind = getattr(cupti.ActivityKind, name)
+        cupti.activity_enable(kind)
+        undo.append(functools.partial(cupti.activity_disable, kind))
+
     try:
         cupti.activity_register_callbacks(_requested, _completed)
         for name in KINDS:
-            kind = getattr(cupti.ActivityKind, name)
-            cupti.activity_enable(kind)
-            enabled.append(kind)
+            enable(name)
+        for name, calls in CALLS.items():
+            switch = getattr(cupti, f"activity_enable_{name.lower()}_api")
+            accepted = 0
+            for call, number in getattr(cupti, f"{name.lower()}_api_trace_cbid").__members__.items():
+                if call.startswith(calls):
+                    try:
+                        switch(int(number), 1)
+                    except cupti.cuptiError:  # a call that this driver has no more
+                        continue
+                    undo.append(functools.partial(switch, int(number), 0))
+                    accepted += 1
+            if not accepted:
+                enable(name)  # all calls: slower, and complete
     except Exception as error:
-        _stop(cupti, enabled)
+        _stop(undo)
         if isinstance(error, (cupti.cuptiError, RuntimeError)):
             raise NativeError(
                 f"CUPTI refused ({error}): stop any other profiler of this process (Nsight, torch.profiler, DCGM "
                 "profiling), and check that cupti-python fits the driver"
             ) from error
         raise
-    return enabled
+    return undo
 
 
-def _stop(cupti: Any, enabled: Sequence[Any]) -> None:
-    """Disable every kind that was enabled; the first failure is raised after all have been tried."""
+def _stop(undo: Sequence[Callable[[], Any]]) -> None:
+    """Switch off all that was switched on; a failure is raised after all have been tried."""
     with contextlib.ExitStack() as stack:
-        for kind in enabled:
-            stack.callback(cupti.activity_disable, kind)
+        for step in undo:
+            stack.callback(step)
 
 
 @contextlib.contextmanager
@@ -154,7 +178,9 @@ def trace_native(*, max_records: int = 200_000, max_history: int = 100_000) -> I
     Notes
     -----
     CUPTI asks for buffers from inside CUDA calls and needs the interpreter's lock for it. Trace loops whose other
-    threads do not free device tensors meanwhile.
+    threads do not free device tensors meanwhile. The first recording of a process takes some seconds at its end, in
+    which torch resolves the frames. Where torch does not keep blocks itself (another allocator backend, or
+    ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``) CUPTI sees every allocation, and its stack is that of :meth:`Recording.mark`.
 
     Examples
     --------
@@ -175,29 +201,31 @@ def trace_native(*, max_records: int = 200_000, max_history: int = 100_000) -> I
             raise NativeError("a native recording is running already: leave it first")
         if torch._C._autograd._profiler_enabled():
             raise NativeError("torch.profiler is running and owns CUPTI: leave it before native tracing")
-        if torch._C._cuda_isHistoryEnabled():
+        native = (
+            torch.cuda.memory.get_allocator_backend() == "native"
+        )  # another backend keeps no history; CUPTI sees it
+        if native and torch._C._cuda_isHistoryEnabled():
             raise NativeError(
                 "the allocator history is being recorded by someone else: stop it first with "
                 "torch.cuda.memory._record_memory_history(None)"
             )
         recording = _active = Recording(max_records, _cupti=cupti)
-    enabled: list[Any] = []
+    undo: list[Callable[[], Any]] = []
     try:
         torch.cuda.init()
         torch.cuda.synchronize()
-        enabled = _start(cupti)
-        blocks = torch.cuda.memory.get_allocator_backend() == "native"  # another one has no history; CUPTI sees it all
-        if blocks:
+        undo = _start(cupti)
+        if native:
             torch.cuda.memory._record_memory_history(
                 "all", context="all", stacks="python", max_entries=max_history, clear_history=True
             )
-        before = _brackets(cupti) if blocks else []
+        before = _brackets(cupti) if native else []
         first = _now(cupti)
         yield recording
         torch.cuda.synchronize()
         last = _now(cupti)
-        after = _brackets(cupti) if blocks else []
-        history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()] if blocks else []
+        after = _brackets(cupti) if native else []
+        history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()] if native else []
         cupti.activity_flush_all(1)
         recording.trace = build(
             recording.store, recording.seen, recording.marks, history, before, after, first, last, max_history,
@@ -205,11 +233,11 @@ def trace_native(*, max_records: int = 200_000, max_history: int = 100_000) -> I
         )  # fmt: skip
     finally:
         try:
-            if torch._C._cuda_isHistoryEnabled():
+            if native and torch._C._cuda_isHistoryEnabled():
                 torch.cuda.memory._record_memory_history(None)
         finally:
             try:
-                _stop(cupti, enabled)
+                _stop(undo)
                 cupti.activity_flush_all(1)  # what is left goes to this recording, not to the next
             finally:
                 _active, recording._cupti = None, None

@@ -1,8 +1,8 @@
 """Nsight Compute beside an allocation tracer, as the article's §3.2 has it: what of it can be put on one time axis.
 
 ``ncu`` profiles one kernel at a time: it serialises launches, replays each kernel once a pass and flushes caches
-between, so its run is not the run that is being explained. Whether its kernels carry a time at all is read from its
-output.
+between, so its run is not the run that is being explained. Version 2025.3 does give a start time
+(``gpu__time_start``), counted from the start of that kernel's own pass: it orders nothing and lies on no common axis.
 """
 
 from __future__ import annotations
@@ -54,9 +54,18 @@ class NcuRun:
         """Kernels that carry a start time."""
         return sum(kernel.start_ns is not None for kernel in self.kernels)
 
+    @property
+    def ordered(self) -> int:
+        """Kernels that start after the one launched before them (on a common axis of one stream: all but the first)."""
+        starts = [kernel.start_ns for kernel in self.kernels]
+        pairs = zip(starts, starts[1:], strict=False)
+        return sum(a is not None and b is not None and b > a for a, b in pairs)
+
     def table(self) -> str:
         """Status, version, counts and the first line of what ncu said."""
-        counts = f"{len(self.kernels)} kernels, {self.timed} with a start time"
+        counts = (
+            f"{len(self.kernels)} kernels, {self.timed} with a start time, {self.ordered} later than the one before"
+        )
         return f"ncu {self.version}: {self.status}; {counts}; {self.message}"
 
 
@@ -167,11 +176,26 @@ def traced_child(path: str, blocks: int) -> None:
     Path(path).write_text(json.dumps(history))
 
 
-def measure_ncu(*, blocks: int = 128, seconds: float = 300.0) -> tuple[Matched, NcuRun]:
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """The article's method measured: matches with ncu's times as they are, and with the one shift that matches most."""
+
+    given: Matched
+    best: Matched
+    shift_ns: float
+    run: NcuRun
+
+    def table(self) -> str:
+        """The run, then both counts."""
+        rows = (("as given", self.given), (f"best shift ({self.shift_ns / 1e9:,.3f} s)", self.best))
+        return "\n".join([self.run.table(), *(f"{name}: {m.all_three} of {m.n} matched" for name, m in rows)])
+
+
+def measure_ncu(*, blocks: int = 128, seconds: float = 300.0) -> Aligned:
     """The article's method on a workload of known allocations: how many get a free, a stack and a kernel in time.
 
-    ncu's times count as they are, on torch's clock (both are meant to be the time of day); kernels without a time
-    cannot be put on the axis and match nothing.
+    torch's history is kept in the process that ncu profiles. Kernels without a time cannot be put on the axis and match
+    nothing. ``best.share`` is the method's most generous reading.
 
     Raises
     ------
@@ -184,15 +208,50 @@ def measure_ncu(*, blocks: int = 128, seconds: float = 300.0) -> tuple[Matched, 
         run = run_ncu([sys.executable, "-c", CHILD.format(path=path, blocks=blocks)], seconds=seconds)
         if run.status != "ok":
             raise NativeError(f"Nsight Compute gave no kernels ({run.status}): {run.message}")
+        if not os.path.exists(path):
+            raise NativeError(f"the program under ncu left no allocator history: {run.message}")
         history = json.loads(Path(path).read_text())
-    clock = Clock(0.0, 1000.0, 0, False)
-    found = pair(history, clock, {}, segments=False)
-    work = [
-        Work(k.name, round(k.start_ns), round(k.start_ns), round(k.start_ns + (k.duration_ns or 0)), k.stream, k.number)
-        for k in run.kernels
-        if k.start_ns is not None
-    ]
-    return matched(of_blocks(found, clock), sorted(work, key=lambda w: w.launch_ns)), run
+    return put_together(history, run)
+
+
+def put_together(history: Sequence[dict[str, Any]], run: NcuRun) -> Aligned:
+    """Match the traced program's allocations with ncu's kernels, as given and with the best shift of their times."""
+    clock = Clock(0.0, 0.0, 0, False)
+    trace = of_blocks(pair(history, clock, {}, segments=False), clock)
+    timed = [kernel for kernel in run.kernels if kernel.start_ns is not None]
+
+    def shifted(by: float) -> Matched:
+        starts = [(round(k.start_ns + by), k) for k in timed]
+        work = [Work(k.name, at, at, at + round(k.duration_ns or 0), k.stream, k.number) for at, k in starts]
+        return matched(trace, sorted(work, key=lambda w: w.launch_ns))
+
+    shift = best_shift(trace.blocks, [k.start_ns for k in timed])
+    return Aligned(shifted(0.0), shifted(shift), shift, run)
+
+
+def best_shift(blocks: Sequence[Block], starts: Sequence[float]) -> float:
+    """The one shift of all start times that puts a kernel into the lives of the most blocks (0 if there is none).
+
+    Examples
+    --------
+    >>> blocks = [Block(1, 1, -1, 100, 110, 110, ()), Block(1, 1, -1, 200, 210, 210, ())]
+    >>> best_shift(blocks, [5.0, 105.0])
+    95.0
+    """
+    edges = []
+    for number, block in enumerate(blocks):
+        if block.free_ns is not None:
+            for start in starts:
+                edges += [(block.start_ns - start, 0, number), (block.free_ns - start, 1, number)]
+    inside: dict[int, int] = {}
+    best, most = 0.0, 0
+    for at, closes, number in sorted(edges):
+        inside[number] = inside.get(number, 0) + (-1 if closes else 1)
+        if not inside[number]:
+            del inside[number]
+        if len(inside) > most:
+            best, most = at, len(inside)
+    return float(best)
 
 
 def of_blocks(blocks: Sequence[Block], clock: Clock) -> Trace:

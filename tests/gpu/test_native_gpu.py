@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -52,6 +55,25 @@ def test_the_clocks_agree_to_a_few_microseconds(planted_trace):
 
 def test_cupti_alone_sees_few_blocks_of_a_caching_allocator(planted_trace):
     assert native_view.matched(planted_trace).cupti_alone < 0.5 * 512
+
+
+@pytest.mark.parametrize(
+    "setting", ["PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"]
+)
+def test_cupti_sees_every_block_where_torch_caches_none(cupti, setting):
+    code = """
+from o1lab.memory import native
+native.planted(4)
+with native.trace_native() as recording, recording.mark():
+    native.planted(32)
+found = native.matched(recording.trace)
+print(found.n, found.cupti_alone, found.all_three)
+"""
+    name, _, value = setting.partition("=")
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, name: value}, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.split() == ["32", "32", "32"], run.stderr[-2000:]
 
 
 def test_without_kernels_nothing_is_matched(planted_trace):
@@ -124,8 +146,10 @@ def test_nsight_compute_is_measured_where_it_is():
             nsight.measure_ncu(blocks=4)
         pytest.skip("no ncu on the PATH")
     try:
-        found, run = nsight.measure_ncu(blocks=8)
+        found = nsight.measure_ncu(blocks=16)
     except native_join.NativeError as error:
         pytest.skip(str(error))
-    assert run.kernels
-    assert found.n == 8
+    assert found.run.kernels
+    assert found.best.n == 16
+    assert found.best.freed == found.best.stack == 16
+    assert found.given.all_three <= found.best.all_three < 16

@@ -187,7 +187,9 @@ class FakeCupti:
 
     def __init__(self, refuse=None):
         self.enabled, self.refuse, self.time = set(), refuse, 0
-        self.ActivityKind = SimpleNamespace(**{name: name for name in native.KINDS})
+        self.ActivityKind = SimpleNamespace(**{name: name for name in (*native.KINDS, "RUNTIME", "DRIVER")})
+        self.runtime_api_trace_cbid = SimpleNamespace(__members__={"cudaLaunchKernel_v7000": 1, "cudaGetDevice": 2})
+        self.driver_api_trace_cbid = SimpleNamespace(__members__={"cuNothingOfOurs": 3})
 
     def activity_register_callbacks(self, requested, completed):
         self.requested = requested
@@ -199,6 +201,11 @@ class FakeCupti:
 
     def activity_disable(self, kind):
         self.enabled.remove(kind)
+
+    def activity_enable_runtime_api(self, number, on):
+        (self.activity_enable if on else self.activity_disable)(number)
+
+    activity_enable_driver_api = activity_enable_runtime_api
 
     def activity_flush_all(self, flag):
         pass
@@ -222,18 +229,19 @@ def fake_gpu(monkeypatch):
     return switched
 
 
+ON = {*native.KINDS, 1, "DRIVER"}  # one runtime call is ours, no driver call: then all of those
+
+
 def failing(cupti):
     with native.trace_native():
-        assert cupti.enabled == set(native.KINDS)
+        assert cupti.enabled == ON
         with pytest.raises(NativeError, match="running already"), native.trace_native():
             pass
-        assert cupti.enabled == set(native.KINDS)  # the refused one has switched nothing off
+        assert cupti.enabled == ON  # the refused one has switched nothing off
         raise ValueError("mine")
 
 
-@pytest.mark.parametrize(
-    ("refuse", "error", "says"), [(None, ValueError, "mine"), ("RUNTIME", NativeError, "stop any")]
-)
+@pytest.mark.parametrize(("refuse", "error", "says"), [(None, ValueError, "mine"), ("MEMSET", NativeError, "stop any")])
 def test_everything_is_disabled_again_after_an_exception(fake_gpu, monkeypatch, refuse, error, says):
     cupti = FakeCupti(refuse)
     monkeypatch.setattr(native, "load_cupti", lambda: cupti)
@@ -340,6 +348,32 @@ def test_kernels_without_a_time_match_nothing():
     assert matched(trace, []).all_three == 0
     assert matched(trace, [Work("fill", 5000, 5000, 5100, 7, 0)]).all_three == 1
     assert isinstance(trace, Trace)
+
+
+def ncu_run(*starts):
+    kernels = tuple(nsight.NcuKernel(i, 1, "fill", 7, "", 10.0, start) for i, start in enumerate(starts))
+    return nsight.NcuRun("ok", kernels, "2025.3", "")
+
+
+def test_one_shift_aligns_a_common_axis_and_cannot_align_times_that_each_begin_anew():
+    events = [
+        event
+        for i in range(50)
+        for event in (
+            entry("alloc", i, 1000 * i),
+            entry("free_requested", i, 1000 * i + 9),
+            entry("free_completed", i, 1000 * i + 9),
+        )
+    ]
+    common = nsight.put_together(events, ncu_run(*(1e6 * i - 7e9 for i in range(50))))
+    assert common.given.all_three == 0
+    assert (common.best.all_three, common.run.ordered) == (50, 49)
+    anew = nsight.put_together(events, ncu_run(*(1000.0 * (i * 7 % 13) for i in range(50))))
+    assert anew.best.all_three <= 2
+    assert anew.run.ordered < 49
+    untimed = nsight.put_together(events, ncu_run(*[None] * 50))
+    assert (untimed.best.all_three, untimed.run.timed) == (0, 0)
+    assert "best shift" in untimed.table()
 
 
 # --- graphs ---------------------------------------------------------------------------------------------------------
