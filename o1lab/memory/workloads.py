@@ -15,12 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from o1lab import paths
 from o1lab.errors import O1labError, ProbeError, UnknownName
 
 if TYPE_CHECKING:
+    from o1lab.memory.simulate import Simulation
     from o1lab.memory.trace import Trace
 
 MOST_ENTRIES = 400_000
+SHIPPED = paths.PACKAGE.parent / "results" / "reference" / "2026-11-30-h200-traces"
 
 
 def _bytes(size: float) -> Any:
@@ -99,8 +102,8 @@ def streams(chance: random.Random) -> None:
     torch.cuda.synchronize()
 
 
-def graphs(chance: random.Random) -> None:
-    """Four CUDA graphs with a private pool each, replayed and dropped."""
+def graphs(chance: random.Random) -> Any:
+    """Four CUDA graphs with a private pool each, replayed; they live on until the recording has ended."""
     import torch
 
     linear = torch.nn.Linear(1024, 1024, device="cuda")
@@ -116,10 +119,7 @@ def graphs(chance: random.Random) -> None:
         kept.append((graph, x, out))
         graph.replay()
         del y, out, graph
-    del kept[1:3]
-    torch.cuda.empty_cache()
-    kept.clear()
-    torch.cuda.empty_cache()
+    return kept
 
 
 def capped(chance: random.Random) -> None:
@@ -178,7 +178,8 @@ def record(workload: str, *, seed: int = 0) -> Trace:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     with trace.record(max_entries=MOST_ENTRIES, stacks=None) as recording:
-        WORKLOADS[workload](random.Random(seed))
+        alive = WORKLOADS[workload](random.Random(seed))
+    del alive
     return recording.trace
 
 
@@ -221,6 +222,25 @@ def record_all(
     with ThreadPoolExecutor(max_workers=workers) as pool:
         futures = [pool.submit(run, job) for job in jobs]
         return [future.result() for future in progress(futures, total=len(futures), label="recordings")]
+
+
+def compare(replay: Simulation, real: Simulation | None = None) -> dict[str, float]:
+    """Reserved bytes of a replay beside real ones, peak and mean over requests and frees, and the relative errors.
+
+    ``real`` is a replay of the run to compare with, of which only the recorded series counts; default ``replay`` itself.
+    """
+    truth = replay if real is None else real
+    measured = truth.recorded_reserved[truth.served]
+    peak, mean = float(measured.max()), float(measured.mean())
+    return {
+        "real_peak_mib": peak / 2**20, "replayed_peak_mib": replay.peak_reserved_bytes / 2**20,
+        "peak_error": replay.peak_reserved_bytes / peak - 1, "mean_error": replay.mean_reserved_bytes / mean - 1,
+    }  # fmt: skip
+
+
+def shipped() -> dict[str, Path]:
+    """Traces recorded on an H200 that come with the repository, by name; empty where only the package is installed."""
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.trace"))}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
