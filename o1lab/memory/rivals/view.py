@@ -1,0 +1,161 @@
+"""The head-to-head table as text and as a figure. Each cell has a word beside its colour."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+MARKS = {
+    "right": ("✓", "#0072B2", "leak found, cure silent; or nothing to find and silent"),
+    "missed": ("missed", "#d9d9d9", "leak not found"),
+    "alarm": ("✗ alarm", "#D55E00", "reports growth where nothing leaks"),
+    "no answer": ("–", "#ffffff", "does not run here, or is not made for it"),
+}
+ORDER = list(MARKS)
+SHORT = {
+    "needs CUDA": "CUDA", "not its job": "not its job", "not installed": "not inst.", "timed out": "time out",
+    "crashed": "crashed",
+}  # fmt: skip
+
+
+def mark(row: Any) -> str:
+    """Which of :data:`MARKS` a row of the table gets."""
+    if row.status != "ran":
+        return "no answer"
+    if row.false_alarm:
+        return "alarm"
+    return "right" if row.group != "leak" or row.found else "missed"
+
+
+def word(row: Any) -> str:
+    """The text of a cell: the mark, then ``k`` for a right kind and ``o`` or ``l`` for a right owner or line."""
+    kind = mark(row)
+    if kind == "no answer":
+        return SHORT.get(row.status, row.status)
+    text = MARKS[kind][0]
+    if row.found:
+        letters = ("k" if row.kind_right else "") + (row.names[:1] if row.place_right else "")
+        text = f"{text} {letters}".rstrip()
+    return text
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per tool: leaks found of those it could be asked about, false alarms, kinds and places right, seconds.
+
+    ``found`` counts also where the cured form raised an alarm; ``clean`` is the number of forms and workloads without a
+    leak. ``seconds`` is the median time for both forms of a case.
+    """
+    import pandas as pd
+
+    rows = []
+    for name, mine in table.groupby("tool", sort=False):
+        ran = mine[mine.status == "ran"]
+        leaks = ran[ran.group == "leak"]
+        rows.append(
+            {
+                "tool": name,
+                "version": mine.version.iloc[0],
+                "found": int(leaks.found.eq(True).sum()),
+                "leaks": len(leaks),
+                "alarms": int(ran.false_alarm.eq(True).sum()),
+                "clean": len(ran),
+                "kind_right": int(leaks.kind_right.eq(True).sum()),
+                "place_right": int(leaks.place_right.eq(True).sum()),
+                "seconds": float(ran.seconds.median()) if len(ran) else float("nan"),
+                "no_answer": ", ".join(f"{n} {why}" for why, n in Counter(mine.status[mine.status != "ran"]).items()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def text(table: pd.DataFrame) -> str:
+    """The table for a terminal: cases down, tools across, a summary below, and what each sign means."""
+    tools = list(dict.fromkeys(table.tool))
+    cells = {(row.case, row.tool): word(row) for row in table.itertuples()}
+    cases = list(dict.fromkeys(table.case))
+    first = max(len(name) for name in [*cases, "case"])
+    widths = {name: max(len(name), *(len(cells[case, name]) for case in cases)) for name in tools}
+    lines = ["  ".join(["case".ljust(first), *(name.ljust(widths[name]) for name in tools)])]
+    lines += ["  ".join([case.ljust(first), *(cells[case, t].ljust(widths[t]) for t in tools)]) for case in cases]
+    lines.append("")
+    for row in summary(table).itertuples():
+        said = f"{row.tool} {row.version}".rstrip() + ": "
+        if row.clean:
+            said += (
+                f"{row.found}/{row.leaks} leaks found, {row.alarms} alarms in {row.clean} cases where nothing leaks, "
+                f"kind right {row.kind_right}, place right {row.place_right}, {row.seconds:.1f} s a case"
+            )
+        lines.append(said + ("; " * bool(row.clean) + row.no_answer if row.no_answer else ""))
+    lines += ["", *(f"{sign}  {meaning}" for sign, _, meaning in MARKS.values())]
+    lines.append("k  right kind · o  right owner (a path that holds it) · l  right line (that allocated it)")
+    failed = table[table.status.isin(["crashed", "timed out"])]
+    lines += [f"{row.tool} on {row.case}: {row.status}: {row.reason}" for row in failed.itertuples()]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def title(table: pd.DataFrame) -> str:
+    """What the table shows, in a sentence, from its numbers."""
+    rows = summary(table)
+    rows = rows[rows.leaks > 0]
+    if rows.empty:
+        return "No tool had a leak to find"
+    clean = rows.assign(score=rows.found - rows.alarms).sort_values("score", ascending=False)
+
+    def said(row: Any) -> str:
+        return f"{row.tool} finds {row.found} of {row.leaks} leaks with {row.alarms} false alarms"
+
+    best = [said(row) for row in clean.head(2).itertuples()]
+    return "; ".join(best)
+
+
+def figure(table: pd.DataFrame) -> go.Figure:
+    """Cases down, tools across; colour and word say the same. The title states the two best tools' figures.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        From :meth:`o1lab.memory.head_to_head.Comparison.table`.
+    """
+    import plotly.graph_objects as go
+
+    from o1lab import plots
+
+    tools, cases = list(dict.fromkeys(table.tool)), list(dict.fromkeys(table.case))
+    rows = {(row.case, row.tool): row for row in table.itertuples()}
+    grid = [[rows[case, name] for name in tools] for case in cases]
+    steps = [(edge, MARKS[kind][1]) for n, kind in enumerate(ORDER) for edge in (n / len(ORDER), (n + 1) / len(ORDER))]
+    chart = go.Figure(
+        go.Heatmap(
+            z=[[ORDER.index(mark(row)) for row in line] for line in grid],
+            x=tools,
+            y=[case.replace("_", " ") for case in cases],
+            customdata=[[row.reason for row in line] for line in grid],
+            zmin=-0.5,
+            zmax=len(ORDER) - 0.5,
+            colorscale=steps,
+            showscale=False,
+            xgap=2,
+            ygap=2,
+            hovertemplate="%{y} · %{x}<br>%{customdata}<extra></extra>",
+        )
+    )
+    for case, line in zip(cases, grid, strict=True):
+        for name, row in zip(tools, line, strict=True):
+            dark = mark(row) in ("right", "alarm")
+            chart.add_annotation(
+                x=name, y=case.replace("_", " "), text=f"<b>{word(row)}</b>" if dark else word(row), showarrow=False,
+                font={"size": 13, "color": "#ffffff" if dark else "#444444"},
+            )  # fmt: skip
+    chart.update_layout(
+        title=plots.wrapped(title(table)) if hasattr(plots, "wrapped") else title(table),
+        height=190 + 26 * len(cases),
+        margin={"l": 230, "r": 20, "t": 150, "b": 60},
+        hovermode="closest",
+    )
+    chart.update_xaxes(title="tool", side="top", tickangle=-35, showgrid=False, ticks="")
+    chart.update_yaxes(title="case", autorange="reversed", showgrid=False, ticks="", tickfont={"size": 13})
+    return chart
