@@ -4,6 +4,10 @@ Each case makes one block, runs, takes its graphs and streams down, gives the po
 and looks whether the block's bytes are still held. ``raw`` cases use the calls that the article names
 (``cudaMallocAsync`` and ``cudaFreeAsync``, captured as memory nodes), ``torch`` cases ``torch.cuda.graph``, which makes
 no such nodes: its blocks come from a private pool. Source: CUDA programming guide, "Graph memory nodes".
+
+Measured on one H200 (torch 2.11, driver 580, November 2026): no case strands a block that was freed. Memory of graphs
+stays parked for the next graph until ``cudaDeviceGraphMemTrim`` (torch: ``empty_cache``). What does happen is an error
+(CUDA refuses to capture the free of a block from before) or, with torch, a write into someone else's tensor.
 """
 
 from __future__ import annotations
@@ -24,12 +28,15 @@ BLOCK_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run of one case. ``held_bytes`` after each stage, over the start; ``error`` is what CUDA refused, if so."""
+    """One run of one case: bytes reserved and in use after each stage, over the start; what CUDA refused, if it did.
+
+    ``overwritten``: whether the graph wrote into a tensor that got the block after it (``None``: not looked for).
+    """
 
     held_bytes: dict[str, int]
     used_bytes: dict[str, int]
     error: str = ""
-    reused: bool | None = None
+    overwritten: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,7 @@ class Case:
     bytes_each: int
     reclaimed_at: dict[str, int]
     errors: dict[str, int]
-    reused: int | None
+    overwritten: int | None
 
     @property
     def share(self) -> Estimate:
@@ -75,6 +82,8 @@ class Cases:
             count = f"{case.unreclaimed}/{case.n}"
             back = ", ".join(f"{stage} ({count})" for stage, count in case.reclaimed_at.items()) or "never"
             refused = "".join(f" · {name} ({count})" for name, count in case.errors.items())
+            if case.overwritten:
+                refused += f" · the graph wrote into another tensor ({case.overwritten})"
             lines.append(f"{case.name:<24}{case.api:<7}{count:>12}  {case.share.high:>10.3f}  {back}{refused}")
         return "\n".join(lines)
 
@@ -121,7 +130,7 @@ def once(name: str, api: str, *, size: int = BLOCK_BYTES, pairing: bool = False)
         import torch
 
         torch.cuda.empty_cache()
-        return Outcome(held, used, reused=run.hazard)
+        return Outcome(held, used, overwritten=run.hazard)
     refused = " + ".join(dict.fromkeys(run.books.refused))
     stream = run.stream()
     for address in list(run.books.live):
@@ -182,8 +191,27 @@ def summarise(name: str, api: str, what: str, outcomes: list[Outcome], size: int
         elif late[-1] + 1 < len(stages):
             back[stages[late[-1] + 1]] += 1
     errors = Counter(outcome.error for outcome in outcomes if outcome.error)
-    reused = [outcome.reused for outcome in outcomes if outcome.reused is not None]
+    hit = [outcome.overwritten for outcome in outcomes if outcome.overwritten is not None]
     return Case(
         name, api, what, len(outcomes), len(outcomes) - sum(back.values()), size, dict(back.most_common()),
-        dict(errors.most_common()), sum(reused) if reused else None,
+        dict(errors.most_common()), sum(hit) if hit else None,
     )  # fmt: skip
+
+
+def parked(*, graphs: int = 16, size: int = BLOCK_BYTES) -> list[int]:
+    """Bytes still reserved after each of ``graphs`` graphs, one after the other, was destroyed and nothing trimmed.
+
+    A constant says that the next graph takes over what the last has left; a rising line would be a leak.
+    """
+    base = Raw().held()[0]
+    held = []
+    for _ in range(graphs):
+        run = Raw()
+        plays.inside(run, size)
+        for stage in run.down():
+            if stage == "streams gone":
+                held.append(run.held()[0] - base)
+                break  # the next stage would trim
+    for _ in Raw().down():
+        pass
+    return held

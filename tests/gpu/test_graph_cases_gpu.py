@@ -36,7 +36,14 @@ def test_cuda_refuses_to_capture_the_free_of_a_block_from_before(cases):
 def test_torch_gives_a_block_dropped_during_capture_to_someone_else(cases):
     case = next(case for case in cases.cases if (case.name, case.api) == ("free inside", "torch"))
     assert case.unreclaimed == 0
-    assert case.reused == case.n  # no leak but a write into another tensor
+    assert case.overwritten == case.n  # no leak but a write into another tensor
+
+
+def test_what_a_graph_leaves_is_taken_over_by_the_next():
+    held = graph_cases.parked(graphs=8)
+    assert len(set(held)) == 1
+    assert held[0] >= graph_cases.BLOCK_BYTES
+    assert graph_cases.Raw().held()[0] <= graph_cases.BLOCK_BYTES // 4  # and given back by the trim at its end
 
 
 def test_pairing_strands_nothing():

@@ -481,9 +481,9 @@ def test_pairing_follows_blocks_across_graphs_by_launches():
     assert books.live == {}
 
 
-def outcome(*held, error="", reused=None):
+def outcome(*held, error="", overwritten=None):
     stages = ("run", "free and synchronise", "graph gone", "trim")
-    return graph_cases.Outcome(dict(zip(stages, held, strict=True)), {}, error, reused)
+    return graph_cases.Outcome(dict(zip(stages, held, strict=True)), {}, error, overwritten)
 
 
 def test_a_case_counts_blocks_held_at_the_end_and_says_when_the_others_came_back():
@@ -492,8 +492,8 @@ def test_a_case_counts_blocks_held_at_the_end_and_says_when_the_others_came_back
     assert (case.n, case.unreclaimed) == (3, 1)
     assert case.reclaimed_at == {"trim": 1, "free and synchronise": 1}
     assert case.errors == {"cudaErrorInvalidValue": 1}
-    clean = graph_cases.summarise("inside", "torch", "", [outcome(0, 0, 0, 0, reused=True)] * 100, 8)
-    assert (clean.unreclaimed, clean.reused) == (0, 100)
+    clean = graph_cases.summarise("inside", "torch", "", [outcome(0, 0, 0, 0, overwritten=True)] * 100, 8)
+    assert (clean.unreclaimed, clean.overwritten) == (0, 100)
     assert clean.share.high < 0.05
     cases = graph_cases.Cases((case, clean))
     assert cases.of("free after", "inside") == (1, 103)
