@@ -227,7 +227,7 @@ def record_all(
 def compare(replay: Simulation, real: Simulation | None = None) -> dict[str, float]:
     """Reserved bytes of a replay beside real ones, peak and mean over requests and frees, and the relative errors.
 
-    ``real`` is a replay of the run to compare with, of which only the recorded series counts; default ``replay`` itself.
+    ``real`` is a replay of the run to compare with (only its recorded series counts); default ``replay`` itself.
     """
     truth = replay if real is None else real
     measured = truth.recorded_reserved[truth.served]
