@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ def find_browser() -> str | None:
     """Path of a Chromium-like browser for PNG export, or ``None``; ``O1LAB_BROWSER`` names one (``none``: use none)."""
     given = os.environ.get("O1LAB_BROWSER")
     if given:
-        return None if given.lower() == "none" else shutil.which(given)
+        found = None if given.lower() == "none" else shutil.which(given)
+        if found is None and given.lower() != "none":
+            warnings.warn(f"O1LAB_BROWSER names {given!r}, which is no program here: no PNGs", stacklevel=2)
+        return found
     places: list[str] = []
     if sys.platform == "darwin":
         apps = ("Google Chrome", "Chromium", "Microsoft Edge")

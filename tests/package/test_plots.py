@@ -234,3 +234,11 @@ def test_a_browser_draws_inside_a_running_event_loop_and_ends_with_the_process()
 def test_picture_of_the_bundle_is_base64(monkeypatch):
     monkeypatch.setattr(plots, "png", lambda figure: b"picture")
     assert base64.b64decode(plots.bundle(pair(), CAPTION)["image/png"]) == b"picture"
+
+
+def test_a_browser_that_is_not_there_is_said(monkeypatch):
+    from o1lab.browser import find_browser
+
+    monkeypatch.setenv("O1LAB_BROWSER", "/no/such/browser")
+    with pytest.warns(UserWarning, match="O1LAB_BROWSER names '/no/such/browser', which is no program here"):
+        assert find_browser() is None
