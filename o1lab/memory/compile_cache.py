@@ -47,7 +47,8 @@ class Growth:
     pools : list of int
         Of these, bytes in private pools: what recorded CUDA graphs hold.
     used : list of int
-        Bytes used on the whole device, as its driver sees it: meaningful for an arm that runs alone.
+        Bytes that this process uses on the device, as its driver sees it (NVML); of the whole device, where NVML does
+        not tell processes apart, and then meaningful only for an arm that runs alone.
     """
 
     arm: str
@@ -220,7 +221,7 @@ def grow(
     graphs: list[int] = []
     with counters.frozen(), torch.inference_mode():
         block(inputs[0])  # the eager path's own workspaces are not the compiler's
-        readings, pools = [counters.read()], [private_pool_bytes()]
+        readings, pools, used = [counters.read()], [private_pool_bytes()], [_driver_bytes()]
         for x in inputs:
             for _ in range(3 if cudagraphs else 1):  # CUDA-graph trees warm up, record, then replay
                 if cudagraphs:
@@ -229,11 +230,29 @@ def grow(
             graphs.append(count[0])
             readings.append(counters.read())
             pools.append(private_pool_bytes())
+            used.append(_driver_bytes())
     return Growth(
         arm, int(config.recompile_limit), graphs, [r.host_in_use or 0 for r in readings],
         [r.device_allocated or 0 for r in readings], [r.device_reserved or 0 for r in readings], backend, dynamic,
-        pools, [r.device_used or 0 for r in readings],
+        pools, used,
     )  # fmt: skip
+
+
+def _driver_bytes() -> int:
+    """Device bytes of this process as NVML has them, else of the whole device; 0 without a CUDA context."""
+    if not counters.cuda_ready():
+        return 0
+    import torch
+
+    from o1lab import hardware
+    from o1lab.nvml import Unavailable
+
+    view = hardware.nvml()
+    own = hardware.process_memory(view, hardware.devices(view))
+    if isinstance(own, Unavailable):
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    return own
 
 
 def run_arms(
