@@ -12,50 +12,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Any
 
+from o1lab.memory.allocator_blocks import SMALL_SEGMENT, SMALL_SIZE, WHOLE, Block, Pool, room, segment_bytes
 from o1lab.memory.allocator_settings import MIB, MIN_BLOCK, Settings
+from o1lab.memory.driver_addresses import DriverAddresses
 
-SMALL_SIZE, SMALL_SEGMENT, MIN_LARGE, ROUND_LARGE = MIB, 2 * MIB, 10 * MIB, 2 * MIB
-_WHOLE = 1 << 46
-"""Bytes of address space that an expandable segment is given: more than any device has."""
-
-
-class Block:
-    """A range of one segment; ``before`` and ``after`` are its neighbours there."""
-
-    __slots__ = ("address", "after", "base", "before", "born", "held", "mapped", "pool", "requested", "size", "stream", "ticket", "waiting")  # fmt: skip
-
-    def __init__(self, address: int, size: int, pool: Pool, stream: int, base: int | None) -> None:
-        self.address, self.size, self.pool, self.stream, self.base = address, size, pool, stream, base
-        self.before: Block | None = None
-        self.after: Block | None = None
-        self.held = self.waiting = False  # in use; freed but awaited by another stream
-        self.mapped, self.requested, self.born, self.ticket = True, 0, 0, -1
-
-    def link(self, before: Block | None, after: Block | None) -> None:
-        self.before, self.after = before, after
-        if before is not None:
-            before.after = self
-        if after is not None:
-            after.before = self
-
-
-class Pool:
-    """Free blocks of one memory pool and class, sorted by size and address for each stream."""
-
-    __slots__ = ("calls", "free", "number", "small", "unmapped")
-
-    def __init__(self, number: int, small: bool) -> None:
-        self.number, self.small, self.calls = number, small, 0
-        self.free: dict[int, list[tuple[int, int, Block]]] = {}
-        self.unmapped: dict[int, list[tuple[int, Block]]] = {}
-
-    def put(self, block: Block) -> None:
-        block.born = self.calls
-        insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
-
-    def drop(self, block: Block) -> None:
-        row = self.free[block.stream]
-        del row[bisect_left(row, (block.size, block.address))]
+__all__ = ["Block", "CachingAllocator", "Pool", "segment_bytes"]
 
 
 class CachingAllocator:
@@ -73,7 +34,8 @@ class CachingAllocator:
     def __init__(self, settings: Settings, pools: tuple[tuple[int, int], ...] = ((0, 0),)) -> None:
         self.settings = settings
         self.max_split = float("inf") if settings.max_split_size_mb is None else settings.max_split_size_mb * MIB
-        self.rounding, self.large_segment = settings.max_non_split_rounding_mb * MIB, settings.large_segment_size_mb * MIB  # fmt: skip
+        self.rounding = settings.max_non_split_rounding_mb * MIB
+        self.large_segment = settings.large_segment_size_mb * MIB
         capacity = settings.capacity_bytes
         self.capacity = float("inf") if capacity is None else capacity
         self.collects = capacity is not None and settings.garbage_collection_threshold > 0
@@ -85,8 +47,7 @@ class CachingAllocator:
         self.allocated_bytes = self.reserved_bytes = self.active_bytes = 0
         self.num_ooms = self.num_retries = self.segments = 0
         self.next_segment: tuple[int, int] | None = None
-        self._fresh = 1 << 50
-        self._holes: list[tuple[int, int]] = []
+        self._driver, self._whole_spaces = DriverAddresses(), 0
 
     def pool(self, number: int, small: bool) -> Pool:
         """The free lists of one pool and class."""
@@ -101,7 +62,7 @@ class CachingAllocator:
         """A block for the request, or ``None`` where memory is out (counted in ``num_ooms``)."""
         size = self.settings.rounded(requested)
         own = self.pool(pool, size <= SMALL_SIZE)
-        segment = SMALL_SEGMENT if own.small else self.large_segment if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE  # fmt: skip
+        segment = segment_bytes(size, self.large_segment)
         block = self._find(own, stream, size)
         if block is None:
             if self.collects:
@@ -136,7 +97,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block, wait: bool = False) -> None:
-        """The program lets go of the block; with ``wait`` another stream may still use it (:meth:`complete` ends that)."""
+        """The program lets go of the block; with ``wait`` another stream may use it until :meth:`complete`."""
         block.held = False
         self.allocated_bytes -= block.size
         if wait:
@@ -178,9 +139,7 @@ class CachingAllocator:
             return None
         block = row[spot][2]
         if block.base is not None:  # best fit by what each could grow to, not by what it is
-            while (
-                spot + 1 < len(row) and row[spot][2].base is not None and _room(row[spot + 1][2]) < _room(row[spot][2])
-            ):
+            while spot + 1 < len(row) and row[spot][2].base is not None and room(row[spot + 1][2]) < room(row[spot][2]):
                 spot += 1
             block = row[spot][2]
         if size < self.max_split <= block.size or (size >= self.max_split and block.size >= size + self.rounding):
@@ -202,12 +161,7 @@ class CachingAllocator:
         """Where the driver puts a segment: as recorded where the replay says so, else the lowest place that fits."""
         if self.next_segment is not None and self.next_segment[0] == size:
             return self.next_segment[1]
-        for index, (address, room) in enumerate(self._holes):
-            if room >= size:
-                self._holes[index : index + 1] = [(address + size, room - size)] if room > size else []
-                return address
-        self._fresh += size
-        return self._fresh - size
+        return self._driver.take(size)
 
     # giving back
 
@@ -235,12 +189,7 @@ class CachingAllocator:
         block.pool.drop(block)
         self.reserved_bytes -= block.size
         self.segments -= 1
-        if block.address >= 1 << 50:
-            insort(self._holes, (block.address, block.size))
-            for index in range(len(self._holes) - 1, 0, -1):
-                (low, room), (high, more) = self._holes[index - 1 : index + 1]
-                if low + room == high:
-                    self._holes[index - 1 : index + 1] = [(low, room + more)]
+        self._driver.give(block.address, block.size)
 
     def _release_enough(self, pool: Pool, stream: int, size: int) -> bool:
         """Give back oversize blocks, and only as many as the request needs (with ``max_split_size_mb`` set)."""
@@ -305,7 +254,8 @@ class CachingAllocator:
                 walk = walk.after  # type: ignore[assignment]
             if room >= size:
                 return first
-        return self.reserve(pool, stream, self.next_segment[1] if self.next_segment else self._address(_WHOLE))
+        self._whole_spaces += 1
+        return self.reserve(pool, stream, self.next_segment[1] if self.next_segment else self._whole_spaces << 57)
 
     def stuck_bytes(self) -> int:
         """Free bytes that ``empty_cache`` would not give back now, because their segment or page is in use."""
@@ -323,7 +273,7 @@ class CachingAllocator:
 
     def reserve(self, pool: Pool, stream: int, base: int) -> Block:
         """A new expandable segment with nothing mapped."""
-        block = Block(base, _WHOLE, pool, stream, base)
+        block = Block(base, WHOLE, pool, stream, base)
         block.mapped = False
         pool.unmapped.setdefault(stream, []).append((base, block))
         self.segments += 1
@@ -378,8 +328,3 @@ class CachingAllocator:
         if block.before is None and block.after is None:
             self._forget_unmapped(block)
             self.segments -= 1
-
-
-def _room(block: Block) -> int:
-    after = block.after
-    return block.size + (after.size if after is not None and not after.mapped else 0)

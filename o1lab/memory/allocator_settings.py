@@ -85,7 +85,9 @@ class Settings:
         True
         """
         text = str(settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
-        wide = {name: int(value) for name, value in (part.split(":", 1) for part in text.replace(" ", "").split(",") if ":" in part) if name in ("max_non_split_rounding_mb", "large_segment_size_mb") and value.isdigit()}  # fmt: skip
+        parts = dict(part.split(":", 1) for part in text.replace(" ", "").split(",") if part.count(":") == 1)
+        names = ("max_non_split_rounding_mb", "large_segment_size_mb")
+        wide = {name: int(parts[name]) for name in names if parts.get(name, "").isdigit()}
         split, divisions = settings.get("max_split_size", -1), settings.get("roundup_power2_divisions", 0)
         return cls(
             expandable_segments=bool(settings.get("expandable_segments", False)),

@@ -8,13 +8,14 @@ recorded addresses, so that ties between equal blocks fall as they fell.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from o1lab.memory import trace as t
-from o1lab.memory.allocator import MIN_LARGE, ROUND_LARGE, SMALL_SEGMENT, SMALL_SIZE, Block, CachingAllocator
+from o1lab.memory.allocator import Block, CachingAllocator, segment_bytes
 from o1lab.memory.allocator_settings import MIB, Settings, SettingsError
 from o1lab.memory.trace import Trace
 
@@ -85,7 +86,7 @@ class Simulation:
 
     @property
     def error(self) -> tuple[float, float]:
-        """Deviation of reserved peak and mean from what the real allocator did, as fractions (recorded settings only)."""
+        """Deviation of reserved peak and mean from the real allocator's, as fractions (recorded settings only)."""
         pairs = [(self._of(self.reserved, what), self._of(self.recorded_reserved, what)) for what in ("peak", "mean")]
         peak, mean = (abs(mine - real) / real if real else float(mine != real) for mine, real in pairs)
         return peak, mean
@@ -106,14 +107,17 @@ class Simulation:
         for name in ("segments", "num_retries", "num_ooms"):
             lines.append(f"{name.replace('num_', ''):<20}{getattr(base, name):>12}{getattr(self, name):>12}")
         changed = [f"{name}={value}" for name, value in _changes(base.settings, self.settings)]
-        return "\n".join([f"settings: {', '.join(changed) or 'as recorded'}", *lines, *(f"note: {note}" for note in self.notes)])  # fmt: skip
+        head = f"settings: {', '.join(changed) or 'as recorded'}"
+        return "\n".join([head, *lines, *(f"note: {note}" for note in self.notes)])
 
 
 def _changes(old: Settings, new: Settings) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(new).items() if value != getattr(old, name)]
 
 
-def simulate(trace: Trace, settings: Settings | None = None, **changes: Any) -> Simulation:
+def simulate(
+    trace: Trace, settings: Settings | None = None, *, emptied: Sequence[int] = (), **changes: Any
+) -> Simulation:
     """Replay ``trace`` as recorded, or under other settings.
 
     Parameters
@@ -122,6 +126,9 @@ def simulate(trace: Trace, settings: Settings | None = None, **changes: Any) -> 
         From :func:`o1lab.memory.trace.record` or :func:`~o1lab.memory.trace.load`.
     settings : Settings, optional
         Default: as recorded.
+    emptied : sequence of int
+        Entries before which the program called ``empty_cache`` where that found nothing to give back: such a call
+        leaves no entry, but under other settings it may find something.
     **changes
         Single settings to change (see :class:`Settings`): ``expandable_segments``, ``max_split_size_mb``,
         ``max_non_split_rounding_mb``, ``garbage_collection_threshold``, ``roundup_power2_divisions``,
@@ -141,10 +148,8 @@ def simulate(trace: Trace, settings: Settings | None = None, **changes: Any) -> 
     """
     recorded = Settings.recorded(trace.settings, trace.capacity_bytes)
     wanted = (settings or recorded).but(changes)
-    if settings is None and "no_split" not in changes:
-        wanted = recorded.but(changes)
-    base = simulate(trace, recorded) if wanted != recorded else None
-    return _Replay(trace, wanted, recorded).run(base)
+    base = simulate(trace, recorded, emptied=emptied) if wanted != recorded else None
+    return _Replay(trace, wanted, recorded).run(base, frozenset(emptied))
 
 
 class _Replay:
@@ -155,7 +160,7 @@ class _Replay:
         self.live: dict[int, Block | None] = {}
         self.notes: list[str] = list(trace.notes)
 
-    def run(self, base: Simulation | None) -> Simulation:
+    def run(self, base: Simulation | None, emptied: frozenset[int]) -> Simulation:
         trace, allocator, live = self.trace, self.allocator, self.live
         self._begin()
         releases = self._releases()
@@ -166,6 +171,8 @@ class _Replay:
         skipped = 0
         for row in range(count):
             code, place = action[row], address[row]
+            if row in emptied:
+                allocator.release_cached()
             if code == t.ALLOC:
                 live[place] = allocator.allocate(size[row], stream[row], pool[row])
                 allocator.next_segment = None
@@ -199,7 +206,8 @@ class _Replay:
             )
         return Simulation(
             self.settings, allocated, reserved, trace.reserved(), trace.action <= t.FREE_COMPLETED, trace.time_us,
-            allocator.num_ooms, allocator.num_retries, allocator.segments, allocator.stuck_bytes(), tuple(self.notes), base,
+            allocator.num_ooms, allocator.num_retries, allocator.segments, allocator.stuck_bytes(), tuple(self.notes),
+            base,
         )  # fmt: skip
 
     def _begin(self) -> None:
@@ -274,7 +282,6 @@ class _Replay:
         reserved = int(trace.reserved()[run[0]] + trace.size[run[0]])
         asks = after + np.flatnonzero((trace.action[after:] == t.ALLOC) | (trace.action[after:] == t.OOM))
         size = self.recorded.rounded(int(trace.size[asks[0]])) if len(asks) else 0
-        large = self.recorded.large_segment_size_mb * MIB
-        segment = SMALL_SEGMENT if size <= SMALL_SIZE else large if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE  # fmt: skip
+        segment = segment_bytes(size, self.recorded.large_segment_size_mb * MIB)
         threshold = self.recorded.garbage_collection_threshold
         return reserved + segment > capacity or (threshold > 0 and reserved > int(threshold * capacity))

@@ -21,7 +21,7 @@ from o1lab.errors import ProbeError
 MOST_BYTES = 1 << 29
 """Bytes of a file that are read at most, unpacked: a dump of 10⁵ entries with stacks has about 3 × 10⁷."""
 MOST_STEPS, MOST_CONTAINERS = 40_000_000, 6_000_000
-"""Opcodes and containers (also memo entries) of one file: room for 8 × 10⁵ entries with stacks, and for 3 GB at worst."""
+"""Opcodes and containers (memo entries too) of one file: room for 8 × 10⁵ entries with stacks, 3 GB at worst."""
 LONGEST_INTEGER = 16
 """Bytes of an integer: addresses and sizes need 9."""
 

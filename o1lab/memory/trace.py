@@ -36,8 +36,9 @@ ACTIONS = (
 COLUMNS = {
     "action": "u1", "address": "i8", "size": "i8", "stream": "i8", "time_us": "i8", "pool": "i4", "site": "i4",
 }  # fmt: skip
-SEGMENT = np.dtype([(name, "i8") for name in ("address", "size", "stream")] + [("pool", "i4"), ("large", "?"), ("expandable", "?")])  # fmt: skip
-BLOCK = np.dtype([(name, "i8") for name in ("address", "size", "requested", "stream")] + [("pool", "i4"), ("waiting", "?"), ("site", "i4")])  # fmt: skip
+_WIDE = [(name, "i8") for name in ("address", "size", "stream")]
+SEGMENT = np.dtype([*_WIDE, ("pool", "i4"), ("large", "?"), ("expandable", "?")])
+BLOCK = np.dtype([*_WIDE, ("requested", "i8"), ("pool", "i4"), ("waiting", "?"), ("site", "i4")])
 RESERVING = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 
 
@@ -48,16 +49,16 @@ class Trace:
     Attributes
     ----------
     action, address, size, stream, time_us, pool, site : numpy.ndarray, shape (n,)
-        ``action`` indexes :data:`ACTIONS`; ``size`` in bytes as requested (of a segment: as reserved); ``time_us`` since
-        1970; ``pool`` indexes ``pools``, ``site`` indexes ``sites`` (−1: no stack recorded).
+        ``action`` indexes :data:`ACTIONS`; ``size`` in bytes as requested (of a segment: as reserved);
+        ``time_us`` since 1970; ``pool`` indexes ``pools``, ``site`` indexes ``sites`` (−1: no stack recorded).
     pools : tuple of (int, int)
         Memory pool ids; the first is the default pool ``(0, 0)``.
     sites : tuple of str
         ``file:line function`` of the first frame outside torch.
     start_segments, end_segments : structured numpy.ndarray of :data:`SEGMENT`
     start_blocks, end_blocks : structured numpy.ndarray of :data:`BLOCK`
-        Blocks in use (``waiting``: freed, but another stream may still use them). At the end as torch says; at the start
-        worked out backwards.
+        Blocks in use (``waiting``: freed, but another stream may still use them). At the end as torch says; at the
+        start worked out backwards.
     settings : dict
         Allocator settings as recorded (``expandable_segments``, ``max_split_size``, …).
     capacity_bytes : int or None
@@ -108,7 +109,8 @@ class Trace:
                 known[name] = column
         for name in ("start_segments", "end_segments", "start_blocks", "end_blocks"):
             known[name] = getattr(self, name)
-        facts = {name: getattr(self, name) for name in ("pools", "sites", "settings", "capacity_bytes", "overflowed", "notes")}  # fmt: skip
+        names = ("pools", "sites", "settings", "capacity_bytes", "overflowed", "notes")
+        facts: dict[str, Any] = {name: getattr(self, name) for name in names}
         facts |= {"o1lab": "trace 1", "begun_us": int(self.time_us[0]) if len(self) else 0}
         with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
             file.writestr("facts.json", json.dumps(facts))

@@ -1,0 +1,112 @@
+"""The segments and blocks that were there before the first entry of a trace, worked out from those at its end."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from o1lab.memory import trace as t
+
+
+class Backwards:
+    """Undo the entries from the last to the first: from the blocks at the end to the blocks at the start."""
+
+    def __init__(self, segments: np.ndarray, blocks: np.ndarray) -> None:
+        self._rows = {int(row["address"]): list(row.tolist()) for row in segments}
+        self._order = sorted(self._rows)
+        self._live = {int(row["address"]): list(row.tolist()) for row in blocks}
+        self._sure = set(self._live)
+        self.odd = 0
+        self.pools = np.zeros(0, "i4")
+
+    def _at(self, address: int) -> list[Any] | None:
+        spot = bisect.bisect_right(self._order, address) - 1
+        row = self._rows[self._order[spot]] if spot >= 0 else None
+        return row if row is not None and address < row[0] + row[1] else None
+
+    def _add(self, address: int, size: int, stream: int, pool: int, expandable: bool) -> None:
+        if address in self._rows:
+            self.odd += 1
+            return
+        row = [address, size, stream, pool, size > 2 << 20, expandable]
+        if expandable:  # what is mapped side by side is one range: a mapping may have covered several unmappings
+            for beside in (self._at(address - 1), self._at(address + size)):
+                if beside is not None and beside[5] and beside[2] == stream:
+                    row = [min(row[0], beside[0]), row[1] + beside[1], *beside[2:]]
+                    del self._rows[beside[0]], self._order[bisect.bisect_left(self._order, beside[0])]
+        self._rows[row[0]] = row
+        bisect.insort(self._order, row[0])
+
+    def _remove(self, address: int, size: int) -> None:
+        row = self._at(address)
+        if row is None or address + size > row[0] + row[1]:
+            self.odd += 1
+            return
+        begin, end = row[0], row[0] + row[1]
+        del self._rows[begin], self._order[bisect.bisect_left(self._order, begin)]
+        for left, right in ((begin, address), (address + size, end)):  # of an expandable segment a part is mapped
+            if right > left:
+                self._rows[left] = [left, right - left, *row[2:]]
+                bisect.insort(self._order, left)
+
+    def run(self, columns: dict[str, np.ndarray], names: Callable[[tuple[int, int]], int]) -> None:
+        private: int | bool = False
+        live, self.pools = self._live, np.zeros(len(columns["action"]), "i4")
+        rows = list(zip(*(columns[name].tolist() for name in t.COLUMNS), strict=True))
+        for index in range(len(rows) - 1, -1, -1):
+            action, address, size, stream, _, pool, site = rows[index]
+            segment = self._at(address)
+            unknown = pool < 0 and segment is None
+            self.pools[index] = pool = (segment[3] if segment else 0) if pool < 0 else pool
+            if action == t.ALLOC:
+                self.odd += live.pop(address, None) is None
+                self._sure.discard(address)
+            elif action == t.FREE_COMPLETED:
+                live[address] = [address, 0, stream, size, pool, True, site]
+                self._sure.discard(address)
+            elif action == t.FREE_REQUESTED:
+                if address in live:
+                    live[address][5] = False
+                else:
+                    self.odd += 1
+            elif action in (t.SEGMENT_ALLOC, t.SEGMENT_MAP):
+                self._remove(address, size)
+            elif action in (t.SEGMENT_FREE, t.SEGMENT_UNMAP):
+                after = rows[index + 1][0] if index + 1 < len(rows) else t.SNAPSHOT
+                if after not in (t.SEGMENT_FREE, t.SEGMENT_UNMAP):  # the last of a run
+                    private = after not in (t.SEGMENT_ALLOC, t.SEGMENT_MAP, t.OOM) and self._spared()
+                if unknown and private:
+                    self.pools[index] = pool = names((-1, len(rows) - index)) if private is True else private
+                    private = pool
+                self._add(address, size, stream, pool, action == t.SEGMENT_UNMAP)
+
+    def _spared(self) -> bool:
+        """Whether a whole free segment of the default pool stays: then what is given back is a private pool's."""
+        starts = sorted(self._live)
+        for begin, size, _, pool, _, expandable in self._rows.values():
+            if pool == 0 and not expandable:
+                spot = bisect.bisect_left(starts, begin)
+                if spot == len(starts) or starts[spot] >= begin + size:
+                    return True
+        return False
+
+    def segments(self) -> np.ndarray:
+        return np.array([tuple(self._rows[address]) for address in self._order], t.SEGMENT)
+
+    def blocks(self) -> np.ndarray:
+        rows = sorted(self._live.values())
+        for row, after in zip(rows, [*rows[1:], None], strict=False):
+            if row[0] in self._sure:
+                continue
+            segment = self._at(row[0])
+            row[1] = max(512, -(-row[3] // 512) * 512)
+            if segment is not None:
+                end = segment[0] + segment[1]
+                gap = (min(end, after[0]) if after else end) - row[0] - row[1]
+                if 0 < gap <= (1 << 20) and segment[4] and not segment[5]:
+                    row[1] += gap  # a rest this small would not have been split off
+                row[4] = segment[3]
+        return np.array([tuple(row) for row in rows], t.BLOCK)
