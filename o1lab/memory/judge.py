@@ -48,6 +48,7 @@ class Judge:
         return [name for name in IN_USE if self.grew(name)]
 
     def needs_replay(self) -> bool:
+        """Whether a replay would say more: something in use, or held by torch, grows."""
         return bool(self.grown()) or self.grew("device_reserved")
 
     def answer(self, names: Sequence[str]) -> str:
@@ -134,6 +135,7 @@ class Judge:
         return "driver" if self.grew("device_used") else "none"
 
     def report(self, seconds: float) -> LeakReport:
+        """Everything found, once ``decide`` has been called."""
         last = self.numbers[-1]
         again = {name: self.rounds.rate(self.replay, name) if self.replay else None for name in IN_USE}
         self.returned = {"gc": int(self.rounds.pending[last]), **self.returned}
