@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from o1lab.errors import ProbeError
-from o1lab.memory.rivals import INSTEAD, TOOLS, Tool, find_case, tool
+from o1lab.memory.rivals import TOOLS, Tool, case_names, find_case, tool
 from o1lab.memory.rivals.cell import MISSING, run
 from o1lab.memory.rivals.view import figure, summary, text
 
@@ -166,11 +166,9 @@ def compare(
     UnknownName
         A case or a tool that does not exist.
     """
-    from o1lab.memory import catalogue
     from o1lab.progress import progress
 
-    names = cases or [INSTEAD.get(case.name, case.name) for case in catalogue.cases()]
-    found = {name: find_case(name) for name in names}
+    found = {name: find_case(name) for name in cases or case_names()}
     chosen = [tool(name) for name in tools] if tools else list(TOOLS)
     cuda = _has_cuda()
     todo = [(name, case, one, form) for name, case in found.items() for one in chosen for form in forms(case)]
@@ -209,7 +207,7 @@ def _preloaded() -> Iterator[Any]:
     can_fork = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if can_fork else "spawn")
     if can_fork:
-        context.set_forkserver_preload(["torch", "o1lab.memory.rivals.cell", "o1lab.memory.probe"])
+        context.set_forkserver_preload(["torch", "scipy.stats", "o1lab.memory.rivals.cell", "o1lab.memory.probe"])
     try:
         yield context
     finally:
@@ -231,6 +229,8 @@ def _cell(
         return Cell(**base, status="needs CUDA", reason="the case needs a CUDA device")
     if one.sees == "cuda" and case.where != "cuda":
         return Cell(**base, status="not its job", reason="follows torch's CUDA allocator; this grows on the host")
+    if one.kinds and case.group == "leak" and not set(one.kinds) & set(case.kinds):
+        return Cell(**base, status="not its job", reason=f"looks for {' or '.join(one.kinds)} only")
     if version is None:
         return Cell(**base, status="not installed", reason=f"pip install {one.package}")
     if case.where == "cuda":

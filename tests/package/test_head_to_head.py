@@ -53,7 +53,7 @@ def finished():
 
 @pytest.fixture(scope="module")
 def record():
-    return compare(["finished_list", "full_window"], ["probe", "rss-ols", "tracemalloc", "stormlog"], requests=152)
+    return compare(["finished_list", "list_capacity"], ["probe", "rss-ols", "tracemalloc", "stormlog"], requests=152)
 
 
 @glibc
@@ -62,7 +62,7 @@ def test_two_cases_through_the_tools_that_are_always_there(record):
     for name in ("probe", "rss-ols", "tracemalloc"):
         assert table.loc[(name, "finished_list"), "status"] == "ran", table.loc[(name, "finished_list"), "reason"]
     for name in ("probe", "tracemalloc"):
-        leak, null = table.loc[(name, "finished_list")], table.loc[(name, "full_window")]
+        leak, null = table.loc[(name, "finished_list")], table.loc[(name, "list_capacity")]
         assert leak.found
         assert not leak.false_alarm
         assert not null.false_alarm
@@ -72,7 +72,7 @@ def test_two_cases_through_the_tools_that_are_always_there(record):
     assert table.loc[("tracemalloc", "finished_list"), "place_right"]
     assert "python_objects.py:" in table.loc[("tracemalloc", "finished_list"), "place"]
     assert table.loc[("stormlog", "finished_list"), "status"] == "not its job"
-    assert len(cells(record, case="full_window", tool="probe")) == 1  # both of its forms are the same
+    assert len(cells(record, case="list_capacity", tool="probe")) == 1  # both of its forms are the same
 
 
 @glibc
@@ -99,8 +99,9 @@ def test_the_text_and_the_figure_say_the_same_as_the_table(record):
     assert "not its job" in shown
     chart = figure(table)
     plots.check(chart)
-    words = [note.text.removeprefix("<b>").removesuffix("</b>") for note in chart.layout.annotations]
-    assert sorted(words) == sorted(view.word(row) for row in table.itertuples())
+    *notes, legend = [note.text.removeprefix("<b>").removesuffix("</b>") for note in chart.layout.annotations]
+    assert sorted(notes) == sorted(view.SHORT.get(row.status, view.word(row)) for row in table.itertuples())
+    assert legend == view.LEGEND
 
 
 def test_a_step_that_raises_and_a_process_that_dies_are_shown_as_crashed(toys):
@@ -125,7 +126,7 @@ def test_a_tool_that_is_not_installed_is_shown_with_the_way_out(monkeypatch):
     assert {(one.status, one.reason) for one in found.cells} == {
         ("not installed", "pip install no-such-package-of-o1lab")
     }
-    assert "not inst." in text(found.table())
+    assert "not installed" in text(found.table())
 
 
 def test_unknown_names_are_refused():

@@ -66,6 +66,7 @@ class Tool:
     rule: str
     source: str
     starts: bool = False  # it serves the requests in a process that it starts itself
+    kinds: tuple[str, ...] = ()  # the kinds of growth that it looks for; empty: any
 
     @property
     def version(self) -> str | None:
@@ -111,7 +112,7 @@ TOOLS = (
     ),
     Tool(
         "torch-cycles", "torch", "device", "cuda", "it reports a reference cycle that holds a CUDA tensor",
-        "https://docs.pytorch.org/docs/stable/torch_cuda_memory.html",
+        "https://docs.pytorch.org/docs/stable/torch_cuda_memory.html", kinds=("lazy gc",),
     ),
     Tool(
         "torch-leak-check", "torch", "device", "cuda",
@@ -136,7 +137,15 @@ def tool(name: str) -> Tool:
 
 
 INSTEAD = {"native_string": "o1lab.memory.rivals.fair:native_new"}
-"""Cases of the catalogue that the comparison replaces, and by what; :mod:`~o1lab.memory.rivals.fair` says why."""
+ADDED = ("o1lab.memory.rivals.fair:device_cycle",)
+"""Cases that the comparison replaces or adds; :mod:`~o1lab.memory.rivals.fair` says why."""
+
+
+def case_names() -> list[str]:
+    """The names of all cases to compare: the catalogue's, less those replaced, and those added."""
+    from o1lab.memory import catalogue
+
+    return [INSTEAD.get(case.name, case.name) for case in catalogue.cases()] + list(ADDED)
 
 
 def find_case(name: str) -> Case:

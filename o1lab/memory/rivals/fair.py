@@ -1,7 +1,8 @@
-"""The catalogue's native leak once more, taken from ``operator new``: the way the real one took it.
+"""Two cases in the form in which a tool that is made for them can see them.
 
-The catalogue's plant calls the ``malloc`` that ``dlsym`` finds. memray redirects calls between libraries and does not
-see that one; it sees ``operator new`` calling ``malloc``. The comparison uses this form in place of the other.
+``native_new`` stands in for the catalogue's native leak, whose plant calls the ``malloc`` that ``dlsym`` finds. memray
+redirects calls between libraries and does not see that one; it sees ``operator new`` calling ``malloc``, which is how
+the real leak took its memory. ``device_cycle`` is a reference cycle on the device, for torch's finder of such cycles.
 """
 
 from __future__ import annotations
@@ -41,4 +42,21 @@ def _native_new(leak: bool) -> Iterator[Step]:
         delete(block)
 
 
-native_new = dataclasses.replace(load("native_string"), name="native_new", build=_native_new)
+native_new = dataclasses.replace(load("native_string"), name="native_new", build=_native_new, note="")
+
+
+def _device_cycle(leak: bool) -> Iterator[Step]:
+    """A module that refers to itself waits for the collector with its weight on the device. Cure: no such cycle."""
+    import torch
+
+    class Block:
+        def __init__(self) -> None:
+            self.weight = torch.ones(64, 1024, device="cuda")
+            self.me = self if leak else None
+
+    yield lambda number: None if Block().weight is None else None
+
+
+device_cycle = dataclasses.replace(
+    load("reference_cycle"), name="device_cycle", what=str(_device_cycle.__doc__), where="cuda", build=_device_cycle
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ MARKS = {
     "no answer": ("–", "#ffffff", "does not run here, or is not made for it"),
 }
 ORDER = list(MARKS)
-SHORT = {
-    "needs CUDA": "CUDA", "not its job": "not its job", "not installed": "not inst.", "timed out": "time out",
-    "crashed": "crashed",
-}  # fmt: skip
+SHORT = {"not its job": "–", "needs CUDA": "CUDA", "not installed": "absent", "timed out": "time", "crashed": "crash"}
+"""What a narrow cell says instead of an answer."""
+LEGEND = (
+    "✓ found, silent once cured (or: nothing leaks, silent) · k right kind · o right owner · l right line<br>"
+    "✗ reports growth where nothing leaks · – not its job · below the line nothing leaks in either form"
+)
 
 
 def mark(row: Any) -> str:
@@ -35,7 +38,7 @@ def word(row: Any) -> str:
     """The text of a cell: the mark, then ``k`` for a right kind and ``o`` or ``l`` for a right owner or line."""
     kind = mark(row)
     if kind == "no answer":
-        return SHORT.get(row.status, row.status)
+        return str(row.status)
     text = MARKS[kind][0]
     if row.found:
         letters = ("k" if row.kind_right else "") + (row.names[:1] if row.place_right else "")
@@ -124,38 +127,36 @@ def figure(table: pd.DataFrame) -> go.Figure:
 
     from o1lab import plots
 
+    table = table.sort_values("group", key=lambda group: group != "leak", kind="stable")  # leaks above, the rest below
     tools, cases = list(dict.fromkeys(table.tool)), list(dict.fromkeys(table.case))
     rows = {(row.case, row.tool): row for row in table.itertuples()}
     grid = [[rows[case, name] for name in tools] for case in cases]
+    names = [case.replace("_", " ") for case in cases]
     steps = [(edge, MARKS[kind][1]) for n, kind in enumerate(ORDER) for edge in (n / len(ORDER), (n + 1) / len(ORDER))]
     chart = go.Figure(
         go.Heatmap(
-            z=[[ORDER.index(mark(row)) for row in line] for line in grid],
-            x=tools,
-            y=[case.replace("_", " ") for case in cases],
+            z=[[ORDER.index(mark(row)) for row in line] for line in grid], x=tools, y=names,
             customdata=[[row.reason for row in line] for line in grid],
-            zmin=-0.5,
-            zmax=len(ORDER) - 0.5,
-            colorscale=steps,
-            showscale=False,
-            xgap=2,
-            ygap=2,
             hovertemplate="%{y} · %{x}<br>%{customdata}<extra></extra>",
+            zmin=-0.5, zmax=len(ORDER) - 0.5, colorscale=steps, showscale=False, xgap=2, ygap=2,
         )
-    )
-    for case, line in zip(cases, grid, strict=True):
+    )  # fmt: skip
+    for case, line in zip(names, grid, strict=True):
         for name, row in zip(tools, line, strict=True):
-            dark = mark(row) in ("right", "alarm")
-            chart.add_annotation(
-                x=name, y=case.replace("_", " "), text=f"<b>{word(row)}</b>" if dark else word(row), showarrow=False,
-                font={"size": 13, "color": "#ffffff" if dark else "#444444"},
-            )  # fmt: skip
-    chart.update_layout(
-        title=plots.wrapped(title(table)) if hasattr(plots, "wrapped") else title(table),
-        height=190 + 26 * len(cases),
-        margin={"l": 230, "r": 20, "t": 150, "b": 60},
-        hovermode="closest",
-    )
-    chart.update_xaxes(title="tool", side="top", tickangle=-35, showgrid=False, ticks="")
-    chart.update_yaxes(title="case", autorange="reversed", showgrid=False, ticks="", tickfont={"size": 13})
+            said, dark = SHORT.get(row.status, word(row)), mark(row) in ("right", "alarm")
+            font = {"size": 13, "color": "#ffffff" if dark else "#444444"}
+            chart.add_annotation(x=name, y=case, text=f"<b>{said}</b>" if dark else said, showarrow=False, font=font)
+    leaks = sum(rows[case, tools[0]].group == "leak" for case in cases)
+    if 0 < leaks < len(cases):
+        chart.add_hline(y=leaks - 0.5, line={"color": "#1a1a1a", "width": 2, "dash": "dash"})
+    chart.add_annotation(
+        x=0, y=0, xref="paper", yref="paper", xanchor="left", yanchor="top", align="left", text=LEGEND,
+        showarrow=False, font={"size": 14},
+    )  # fmt: skip
+    heading = "<br>".join(textwrap.wrap(title(table), plots.TITLE_COLUMNS + 14))
+    margin = {"l": 230, "r": 60, "t": 245, "b": 70}
+    chart.update_layout(title_text=heading, height=margin["t"] + margin["b"] + 24 * len(cases), margin=margin)
+    chart.update_layout(template="o1lab", hovermode="closest")
+    chart.update_xaxes(title_text="tool", side="top", tickangle=-35, showgrid=False, ticks="")
+    chart.update_yaxes(title_text="case", autorange="reversed", showgrid=False, ticks="", tickfont={"size": 13})
     return chart
