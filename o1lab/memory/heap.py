@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-OWN = frozenset(
-    f"o1lab.memory.{name}" for name in ("heap", "holding", "sizes", "owners", "jupyter", "probe", "counters")
-)
+_NAMES = ("heap", "holding", "sizes", "growth", "owners", "jupyter", "probe", "counters")
+OWN = frozenset(f"o1lab.memory.{name}" for name in _NAMES)
+OWN_FILES = frozenset(os.path.join(os.path.dirname(__file__), f"{name}.py") for name in _NAMES)
 MODULE_COST, FRAME_COST, INTERPRETER_COST = 3, 2, 4  # steps that a library's or the interpreter's root counts for
 LARGE_LENGTHS = {dict: 0, bytearray: 0, bytes: 2048, str: 2048, array: 256, np.ndarray: 0}  # worth a node from here on
 LEAVES = (types.GetSetDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType, types.GenericAlias)
@@ -70,7 +70,7 @@ def _frame_roots(thread: int, frame: types.FrameType | None, here: int) -> Itera
     while frame is not None:
         module, code = str(frame.f_globals.get("__name__", "?")), frame.f_code
         cost = FRAME_COST if _is_library(code.co_filename) else int(module.startswith("o1lab.")) and 1
-        if module in OWN:
+        if code.co_filename in OWN_FILES:
             step = frame_locals(frame).get("step") if code.co_name == "probe" else None
             if step is not None:
                 yield Root({"step": step}, "", "local", "argument of probe()", 3)
@@ -105,10 +105,10 @@ def _dynamo_roots() -> Iterator[Root]:
     if frames is None or entries is None:
         return
     for code in [ref() for ref in list(frames.input_codes.seen)]:
-        held = [(e.code, e.guard_manager) for e in entries(code)] if code is not None else []
+        held = [entry.guard_manager for entry in entries(code)] if code is not None else []
         if held:
-            names = {code.co_qualname: held}
-            yield Root(names, "dynamo cache of ", "dynamo", f"{os.path.basename(code.co_filename)}", 1)
+            names = {f"{code.co_qualname}[{number}]": guards for number, guards in enumerate(held)}
+            yield Root(names, "dynamo cache of ", "dynamo", os.path.basename(code.co_filename), 1)
 
 
 def roots() -> list[Root]:
@@ -183,7 +183,6 @@ class Heap:
                         known.add(id(obj))
                         objects.append(obj)
         self.tracked = tracked
-        del known, chunk, referents, obj
         n = len(objects)
         self.ids = np.fromiter(map(id, objects), np.int64, n)
         self.order = np.argsort(self.ids)

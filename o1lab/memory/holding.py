@@ -12,6 +12,7 @@ from typing import Any
 from o1lab.memory.heap import Root, frame_locals
 
 ANY = "[…]"
+OUTSIDE = "held by C++ or a running call: {}"
 SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 GENERATORS = {types.GeneratorType: "gi", types.CoroutineType: "cr", types.AsyncGeneratorType: "ag"}
 BOUND = (types.MethodType, types.BuiltinMethodType)
@@ -34,6 +35,39 @@ LINKS = {  # attributes of built-in types that the collector follows
     staticmethod: ("__func__",),
 }
 ERROR_LINKS = ("__traceback__", "__cause__", "__context__", "args")
+
+
+@dataclass(frozen=True)
+class OwnerPath:
+    """One holder.
+
+    Attributes
+    ----------
+    path : str
+        From a root that a person can edit, e.g. ``loop.kept[…]``; ``[…]`` stands for any index or key.
+    kind : str
+        ``"local" | "global" | "attribute" | "closure" | "default" | "Out" | "_" | "last exception" | "lru_cache" |
+        "hook" | "dynamo" | "traceback" | "thread local" | "generator" | "cycle" | "interpreter" | "unknown"``
+    bytes : int
+        Held behind this path, host and device together; each tensor storage counts once, and whole also under a view.
+    count : int
+        How many objects.
+    what : str
+        The kind of object that holds most of it, e.g. ``"Tensor float32 (1, 256) on cpu"``.
+    where : str
+        Where the path's first word lives, e.g. ``"local of serve()"``.
+    """
+
+    path: str
+    kind: str
+    bytes: int
+    count: int
+    what: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        place = f", {self.where}" if self.where else ""
+        return f"{self.path} ({self.kind}{place}): {self.bytes:,} B in {self.count} × {self.what}"
 
 
 @dataclass
@@ -70,7 +104,7 @@ def _key_of(table: dict[Any, Any], child: Any) -> tuple[bool, Any]:
 def _in_dict(table: dict[Any, Any], child: Any, names: str) -> _Step:
     found, key = _key_of(table, child)
     if names == "skip":
-        return _Step("", names="attributes" if type(child) is dict else "")
+        return _Step("", names="attributes" if type(child) is dict else "" if found else "key")
     if names and found and isinstance(key, str):
         if names == "module" and key.isdigit():
             return _Step(f"[{key}]", ANY, "attribute")
@@ -82,11 +116,11 @@ def _in_dict(table: dict[Any, Any], child: Any, names: str) -> _Step:
     return _Step(f"[{key!r}]" if short else ANY, ANY)
 
 
-def _in_sequence(holder: Any, child: Any, before: Any) -> _Step:
+def _in_sequence(holder: Any, child: Any, before: Any, names: str) -> _Step:
     if isinstance(holder, tuple):
         places = [index for index, item in enumerate(holder) if item is child]
         place = places[0] if places else 0
-        if type(before) is LRU:
+        if type(before) is LRU or names == "key":
             return _Step(f", key[{place}]", "")
         if isinstance(before, types.FunctionType):
             code = before.__code__
@@ -156,7 +190,7 @@ def _link(holder: Any, child: Any, before: Any, names: str) -> _Step:
     if isinstance(holder, dict) and (kind is dict or _key_of(holder, child)[0]):
         return _in_dict(holder, child, names)
     if isinstance(holder, SEQUENCES):
-        return _in_sequence(holder, child, before)
+        return _in_sequence(holder, child, before, names)
     if kind is types.CellType:
         return _Step("", kind="closure")
     if kind is LRU:
@@ -194,7 +228,7 @@ def words(nodes: list[Any], root: Root | None) -> Words:
     """The path through ``nodes`` (the root's namespace first) in words; without ``root`` it starts at an object."""
     kinds: list[str] = []
     if root is None or not isinstance(root.names, dict):
-        exact = text = root.prefix if root else type(nodes[0]).__name__
+        exact = text = root.prefix if root else OUTSIDE.format(type(nodes[0]).__name__)
         where, base = (root.where, root.kind) if root else ("", "unknown")
         begin, names = 0, ""
     else:
@@ -209,8 +243,8 @@ def words(nodes: list[Any], root: Root | None) -> Words:
             text = "_" if key.strip("_") else key
         elif key == "_oh":
             base, exact, text = "Out", "Out", "Out"
-        elif re.match(r"__compiled_fn|__resume_at", key):
-            base, text = "dynamo", re.sub(r"\d+.*", "…", key)
+        elif base == "dynamo" or re.match(r"__compiled_fn|__resume_at", key):
+            base, text = "dynamo", root.prefix + re.sub(r"\[\d+\]$", ANY, re.sub(r"(__\w+?_)\d+.*", r"\1…", key))
     for index in range(begin, len(nodes) - 1):
         before = nodes[index - 1] if index else None
         step = _link(nodes[index], nodes[index + 1], before, names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -70,18 +70,24 @@ class Sizes:
             return f"{kind.__name__} ({len(obj):,})" if kind is not np.ndarray else f"ndarray {obj.dtype} {obj.shape}"
         return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
-    def saved(self, tensor: Any) -> int:
-        """Bytes that a tensor's autograd history keeps for the backward pass, storages not yet seen."""
-        total, queue, seen = 0, [grad_fn(tensor)], set()
+    def label(self, obj: Any) -> str:
+        """What objects of the same sort have in common: the type, for a tensor with dtype, shape and device."""
+        return self.what(obj) if self.is_tensor(type(obj)) else name_of(type(obj))
+
+    def history(self, tensor: Any) -> Iterator[Any]:
+        """The autograd nodes behind a tensor, up to ``GRAPH_NODES`` over the life of this instance."""
+        queue, seen = [grad_fn(tensor)], set()
         while queue and self.walked < GRAPH_NODES:
             node = queue.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            self.walked += 1
-            total += sum(self.storage(one) for one in self.saved_by(node))
-            queue += [step for step, _ in node.next_functions]
-        return total
+            if node is not None and node not in seen:
+                seen.add(node)
+                self.walked += 1
+                yield node
+                queue += [step for step, _ in node.next_functions]
+
+    def saved(self, tensor: Any) -> int:
+        """Bytes that a tensor's autograd history keeps for the backward pass, storages not yet seen."""
+        return sum(self.storage(one) for node in self.history(tensor) for one in self.saved_by(node))
 
     def saved_by(self, node: Any) -> list[Any]:
         """Tensors that one autograd node saved."""
@@ -114,6 +120,12 @@ _LENGTHS: dict[type, Any] = {
 }  # fmt: skip
 
 
+def same_storage(one: Any, other: Any) -> bool:
+    """Whether two tensors are views of the same memory."""
+    first, second = Sizes(), Sizes()
+    return first.storage(one) > 0 and second.storage(other) > 0 and first.seen == second.seen
+
+
 class _PerType(dict[type, Any]):
     """What to do with objects of a type, decided once per type: a heap has half a million objects."""
 
@@ -142,15 +154,20 @@ def lengths(heap: Heap, sizes: Sizes) -> np.ndarray:
 
 
 def census(heap: Heap, sizes: Sizes) -> Counter[str]:
-    """Bytes of all nodes by the full name of their type."""
+    """Bytes of all nodes by the full name of their type (tensors: with dtype, shape and device)."""
     plain = type(object.__sizeof__)  # written in C: it cannot raise
     own = sizes.own
     table = _PerType(lambda kind: sys.getsizeof if type(kind.__sizeof__) is plain and not sizes.special(kind) else own)
+    for kind in set(map(type, heap.objects)):
+        sizes.is_tensor(kind)
     by_type: dict[type, int] = dict.fromkeys(set(map(type, heap.objects)), 0)
+    named: Counter[str] = Counter()
     for obj in heap.objects:
         kind = type(obj)
-        by_type[kind] += table[kind](obj)
-    named: Counter[str] = Counter()
+        if sizes.by_type.get(kind):
+            named[sizes.label(obj)] += own(obj)
+        else:
+            by_type[kind] += table[kind](obj)
     for kind, size in by_type.items():
         named[name_of(kind)] += size
     return named
