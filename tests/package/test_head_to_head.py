@@ -6,6 +6,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from o1lab import plots
 from o1lab.errors import ProbeError, UnknownName
@@ -229,6 +230,42 @@ def test_what_scalene_writes(finished):
     assert (found.found, found.place, found.evidence) == (True, f"{file}:27", "99% likely, 2.4 MB/s")
     quiet = tracing.read_scalene(finished, {"max_footprint_mb": 19.1, "files": {file: {"leaks": {}}}})
     assert (quiet.found, quiet.evidence) == (False, "no likely leak; largest footprint 19 MB")
+
+
+@pytest.mark.parametrize("leak", [True, False])
+def test_torchs_cycle_finder_is_heard(leak, monkeypatch):
+    """Its own code, on tensors of the CPU, with the four CUDA calls that it makes replaced."""
+    from torch.utils.viz import _cycles
+
+    monkeypatch.setattr(_cycles, "is_cuda_tensor", lambda found: isinstance(found, torch.Tensor))
+    monkeypatch.setattr(_cycles, "cuda_allocation_context", lambda: lambda found: None)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+
+    def serve():
+        for _ in range(20):
+            module = torch.nn.Linear(4, 4)
+            module.kept = [module] if leak else []
+
+    found = device.torch_cycles(SimpleNamespace(warm=lambda: None, serve=serve))
+    assert (found.found, found.kind) == (leak, "lazy gc" if leak else "")
+
+
+@pytest.mark.gpu
+def test_the_device_tools_on_a_leak_and_on_a_cycle_on_the_device():
+    cycle = rivals.ADDED[0]
+    found = compare(
+        ["view_of_device_logits", cycle], ["torch-leak-check", "torch-cycles", "pytorch-memlab", "stormlog"]
+    )
+    ran = [one for one in found.cells if one.status != "not installed"]
+    assert not [one for one in ran if one.status in ("crashed", "timed out")]
+    assert {one.status for one in cells(found, tool="torch-cycles", case="view_of_device_logits")} == {"not its job"}
+    said = {(one.tool, one.case, one.form): one.found for one in ran}
+    assert said["torch-cycles", "device_cycle", "leaking"]
+    assert not said["torch-cycles", "device_cycle", "cured"]
+    for name in ("torch-leak-check", "pytorch-memlab"):
+        assert said.get((name, "view_of_device_logits", "leaking"), True)
+        assert not said.get((name, "view_of_device_logits", "cured"), False)
 
 
 def test_what_stormlog_and_objgraph_say():
