@@ -146,7 +146,7 @@ def nulls(runs: int | None = None) -> Figures:
     begun, rows, loads, total = time.perf_counter(), [], _workloads(), runs or 400
     for run in progress(range(total), total=total, label="null runs"):
         one = loads[run % len(loads)]
-        report = one.probe(requests_per_round=min(one.requests_per_round, 16), owners=False)
+        report = one.probe(owners=False)
         rows.append({"case": one.name, "got": report.kind, "bytes": report.host.value,
                      "alarm": report.kind not in (*one.kinds, "inconclusive"),
                      "undecided": report.kind == "inconclusive"})  # fmt: skip
@@ -167,7 +167,7 @@ def _planted(one: Case, size: int, every: int) -> Row:
                 leak()
 
         both.served = 0  # type: ignore[attr-defined]
-        per_round = max(every, min(one.requests_per_round, 16) // every * every)
+        per_round = max(every, one.requests_per_round // every * every)
         report = probe(both, inputs=one.inputs, requests_per_round=per_round, owners=False)
         true = leak.true_bytes / every
     host = report.host
@@ -204,36 +204,49 @@ def overhead(runs: int | None = None, requests: int = 32) -> Figures:
     """Serve rounds with and without the probe's readings at its default cadence, paired, in random order."""
     from o1lab import models
 
-    begun, total, draw = time.perf_counter(), runs or 60, random.Random(0)
+    begun, total, draw = time.perf_counter(), runs or 120, random.Random(0)
     model = models.load("tiny", "cuda" if _cuda() else "cpu")
     loop, prompts = ServingLoop(model), [model.encode(prompt) for prompt in model.prompts(8)]
-
-    def serve(*readings: Callable[[], Any]) -> float:
-        since = time.perf_counter()
-        for number in range(requests):
-            loop(prompts[number % len(prompts)])
-        for reading in readings:
-            reading()
-        return time.perf_counter() - since
 
     def sample() -> None:
         counters.read(collect=False, driver=False)
 
+    def serve(*readings: Callable[[], Any]) -> list[float]:
+        times = [time.perf_counter()]
+        for number in range(requests):
+            loop(prompts[number % len(prompts)])
+        for reading in (lambda: None, *readings):
+            times.append(time.perf_counter())
+            reading()
+        times.append(time.perf_counter())
+        return times
+
+    arms = {"plain": (), "sampled": (sample,), "probed": (sample, counters.read)}
     rows = []
     with counters.frozen():
         serve()
         for _ in progress(range(total), total=total, label="overhead"):
-            arms = {"without": (), "sampled": (sample,), "probed": (sample, counters.read)}
-            taken = {name: serve(*arms[name]) for name in draw.sample(sorted(arms), 3)}
-            since = time.perf_counter()
-            sample()
-            rows.append({**taken, "sample_ms": 1e3 * (time.perf_counter() - since)})
+            row: Row = {}
+            for name in draw.sample(sorted(arms), len(arms)):
+                times = serve(*arms[name])
+                row[f"{name}_s"] = times[-1] - times[0]
+                if name == "probed":
+                    served, read, again = times[1] - times[0], times[3] - times[2], times[4] - times[3]
+                    row |= {"sample_ms": 1e3 * read, "sample_share": 100 * read / served,
+                            "readings_share": 100 * (read + again) / served}  # fmt: skip
+            rows.append(row)
     estimates = {
-        "slower with a sample a round": stats.median([100 * (r["sampled"] / r["without"] - 1) for r in rows], "%"),
-        "slower with the probe's readings": stats.median([100 * (r["probed"] / r["without"] - 1) for r in rows], "%"),
+        "slower with a sample a round, paired": _slower(rows, "sampled_s"),
+        "slower with the probe's readings, paired": _slower(rows, "probed_s"),
+        "time in samples, share of serving": stats.median([row["sample_share"] for row in rows], "%"),
+        "time in the probe's readings, with gc": stats.median([row["readings_share"] for row in rows], "%"),
         "a sample without gc": stats.median([row["sample_ms"] for row in rows], "ms"),
     }
     return Figures("overhead", estimates, rows, time.perf_counter() - begun)
+
+
+def _slower(rows: list[Row], arm: str) -> Estimate:
+    return stats.median([100 * (row[arm] / row["plain_s"] - 1) for row in rows], "%")
 
 
 def table(rows: list[Row], limit: int = 200) -> str:

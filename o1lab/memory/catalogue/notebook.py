@@ -77,6 +77,7 @@ class Answer:
     owner="executing",
     requests_per_round=4,
     warm_up=10,
+    slow=True,
     note="the locals of the last failed cell stay as well, once, not per request: `release_notebook()` lets go of them",
 )
 def failing_cells(leak: bool) -> Iterator[Step]:

@@ -49,7 +49,7 @@ def hooks_never_removed(leak: bool) -> Iterator[Step]:
 
 @case(FAQ, "per-call leak", bytes_per_request=256 * KIB, owner="losses", requests_per_round=8)
 def history_kept(leak: bool) -> Iterator[Step]:
-    """A kept loss keeps its graph, so every tensor saved for backward. Cure: ``float(loss)`` or ``inference_mode``."""
+    """A kept loss keeps its graph, so every tensor saved for backward. Cure: ``loss.item()`` or ``inference_mode``."""
     import torch
 
     weight, losses = torch.nn.Parameter(torch.ones(1024)), []
@@ -57,7 +57,7 @@ def history_kept(leak: bool) -> Iterator[Step]:
     def step(number: int) -> None:
         hidden = activation(32) * weight  # saves activation(32)
         loss = (hidden * hidden).sum()  # saves hidden
-        losses.append(loss if leak else float(loss))
+        losses.append(loss if leak else loss.item())
         if not leak:
             losses.clear()
 
@@ -172,8 +172,9 @@ def fx_sources(leak: bool) -> Iterator[Step]:
 @case(
     "https://github.com/pytorch/pytorch/issues/128424",
     "keyed growth",
-    owner="dynamo|step|double",
-    requests_per_round=2,
+    owner="dynamo|double",
+    requests_per_round=4,
+    rounds=8,
     note="about 0.1 MB per shape with the eager backend, over 1 MB with Inductor",
 )
 def dynamo_recompiles(leak: bool) -> Iterator[Step]:
