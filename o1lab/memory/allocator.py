@@ -15,6 +15,7 @@ from typing import Any
 from o1lab.memory.allocator_blocks import SMALL_SEGMENT, SMALL_SIZE, WHOLE, Block, Pool, room, segment_bytes
 from o1lab.memory.allocator_settings import MIB, MIN_BLOCK, Settings
 from o1lab.memory.driver_addresses import DriverAddresses
+from o1lab.memory.ranges import Ranges
 
 __all__ = ["Block", "CachingAllocator", "Pool", "segment_bytes"]
 
@@ -47,7 +48,7 @@ class CachingAllocator:
         self.allocated_bytes = self.reserved_bytes = self.active_bytes = 0
         self.num_ooms = self.num_retries = self.segments = 0
         self.next_segment: tuple[int, int] | None = None
-        self._driver, self._whole_spaces = DriverAddresses(), 0
+        self._driver, self._recorded, self._whole_spaces = DriverAddresses(), Ranges(), 0
 
     def pool(self, number: int, small: bool) -> Pool:
         """The free lists of one pool and class."""
@@ -160,7 +161,10 @@ class CachingAllocator:
     def _address(self, size: int) -> int:
         """Where the driver puts a segment: as recorded where the replay says so, else the lowest place that fits."""
         if self.next_segment is not None and self.next_segment[0] == size:
-            return self.next_segment[1]
+            address = self.next_segment[1]
+            if not self._recorded.overlaps(address, address + size):  # it may, once the replay went another way
+                self._recorded.add(address, address + size)
+                return address
         return self._driver.take(size)
 
     # giving back
@@ -190,6 +194,7 @@ class CachingAllocator:
         self.reserved_bytes -= block.size
         self.segments -= 1
         self._driver.give(block.address, block.size)
+        self._recorded.remove(block.address, block.address + block.size)
 
     def _release_enough(self, pool: Pool, stream: int, size: int) -> bool:
         """Give back oversize blocks, and only as many as the request needs (with ``max_split_size_mb`` set)."""

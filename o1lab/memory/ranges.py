@@ -46,6 +46,11 @@ class Ranges:
         spot = bisect_right(self._begins, begin) - 1
         return spot >= 0 and self._ends[self._begins[spot]] >= end
 
+    def overlaps(self, begin: int, end: int) -> bool:
+        """Whether any range holds a part of ``begin`` to ``end``."""
+        spot = bisect_left(self._begins, end) - 1
+        return spot >= 0 and self._ends[self._begins[spot]] > begin
+
     def _touching(self, begin: int, end: int) -> list[int]:
         spot = bisect_left(self._begins, begin)
         if spot and self._ends[self._begins[spot - 1]] >= begin:
