@@ -214,6 +214,9 @@ def build(
         for name, start, end, stream, correlation, grid, node in store.get("work", ())
     ]
     lost = {sort: count - len(store[sort]) for sort, count in seen.items() if count > len(store[sort])}
+    unknown = sum(record[4] not in launched for record in store.get("work", ()) if inside(wall(record[1])))
+    if unknown:
+        lost["launch times"] = unknown  # their start on the device stands in, which is later
     if not whole:
         lost["history"] = len(history)  # at least one entry was overwritten; torch does not say how many
     return Trace(

@@ -83,6 +83,10 @@ def test_what_is_missing_is_not_counted(history, work, lost):
 def test_a_kernel_counts_by_its_launch_not_by_its_run():
     late = built(history_of(*BLOCK), calls=[(5, 25)], work=[(5, "fill", 60, 65, 7)])  # runs after the host freed
     assert matched(late).kernel == 1
+    assert late.lost == {}
+    unknown = built(history_of(*BLOCK), work=[(5, "fill", 60, 65, 7)])
+    assert matched(unknown).kernel == 0
+    assert unknown.lost == {"launch times": 1}
 
 
 def test_an_address_used_twice_gives_two_blocks():
