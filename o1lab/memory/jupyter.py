@@ -11,13 +11,14 @@ import gc
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from o1lab.memory import counters
 from o1lab.memory.owners import OwnerPath, owners_of
-from o1lab.memory.sizes import Sizes
+from o1lab.memory.sizes import Sizes, same_storage
 
 UNDERSCORES = ("_", "__", "___")
 REACHED_OBJECTS, SHOWN = 100_000, 16
@@ -160,14 +161,9 @@ def _reach(value: Any, shell: Any) -> Iterator[Any]:
 def _size(value: Any, shell: Any, obj: Any) -> tuple[bool, int, str]:
     """Whether ``value`` holds ``obj`` (or a view of its storage), the bytes it reaches, and what is largest in it."""
     sizes, total, most, what = Sizes(), 0, -1, "object"
-    storage = Sizes()
-    wanted = obj is not None and storage.is_tensor(type(obj)) and storage.storage(obj) > 0
-    held = False
+    tensor, held = sizes.is_tensor(type(obj)), False
     for one in _reach(value, shell):
-        held = held or one is obj
-        if wanted and sizes.is_tensor(type(one)) and not held:
-            place = Sizes()
-            held = place.storage(one) > 0 and place.seen == storage.seen
+        held = held or one is obj or (tensor and sizes.is_tensor(type(one)) and same_storage(one, obj))
         size = sizes.own(one)
         total += size
         if size > most:
@@ -191,9 +187,9 @@ def release_notebook(obj: Any = None) -> Released:
 
     Parameters
     ----------
-    obj : object, optional
+    obj : object or weakref.ref, optional
         Clear only what holds this object (or, for a tensor, a view of it); then ``left`` names your variables that
-        hold it still. The memory comes back once these are gone too.
+        hold it still, and the memory comes back once these are gone too. A weak reference holds nothing itself.
 
     Examples
     --------
@@ -202,20 +198,26 @@ def release_notebook(obj: Any = None) -> Released:
     >>> [path.path for path in release_notebook().holders]
     ['sys.last_value']
     """
-    before = counters.read(driver=False)
-    shell = _shell()
-    holders: list[OwnerPath] = []
-    found = slots()
-    for slot in found:
-        held, size, what = _size(slot.value, shell, obj)
-        if obj is None or held:
-            slot.clear()
-            holders.append(OwnerPath(slot.path, slot.kind, size, 1, what))
-    found.clear()
-    slot = None
+    ref = obj if isinstance(obj, weakref.ref) else lambda: obj
+    wanted, before = obj is not None, counters.read(driver=False)
+    holders = _clear(ref, wanted)
     gc.collect()
     after = counters.read(driver=False)
     freed = (before.host_in_use or 0) - (after.host_in_use or 0)
     freed += (before.device_allocated or 0) - (after.device_allocated or 0)
-    left = _figures() if obj is None else [path for path in owners_of(obj, top=8) if path.kind != "unknown"]
+    if not wanted:
+        return Released(holders, freed, _figures())
+    left = [] if ref() is None else [path for path in owners_of(ref(), top=8) if path.kind not in ("unknown", "cycle")]
     return Released(holders, freed, left)
+
+
+def _clear(ref: Callable[[], Any], wanted: bool) -> list[OwnerPath]:
+    """Clear the slots (those that hold ``ref()``, if one is wanted); every reference taken is gone on return."""
+    shell, obj = _shell(), ref()
+    holders = []
+    for slot in slots() if obj is not None or not wanted else []:
+        held, size, what = _size(slot.value, shell, obj)
+        if held or not wanted:
+            slot.clear()
+            holders.append(OwnerPath(slot.path, slot.kind, size, 1, what))
+    return holders
