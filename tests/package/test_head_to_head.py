@@ -105,6 +105,14 @@ def test_the_text_and_the_figure_say_the_same_as_the_table(record):
     assert legend == view.LEGEND
 
 
+def test_records_of_two_devices_join_and_the_later_answer_counts():
+    here = Comparison((Cell("probe", "0.1", "a", "leak", "leaking", "needs CUDA"),), {"device": "x86_64"})
+    there = Comparison((Cell("probe", "0.1", "a", "leak", "leaking", "ran", found=True),), {"device": "H200"})
+    joined = Comparison.join([here, there])
+    assert joined.cells == there.cells
+    assert [part["device"] for part in joined.about["parts"]] == ["x86_64", "H200"]
+
+
 def test_a_step_that_raises_and_a_process_that_dies_are_shown_as_crashed(toys):
     found = compare(["toy_cases:raises", "toy_cases:dies"], ["tracemalloc"], requests=40)
     raised, died = (cells(found, case=name)[0] for name in ("raises", "dies"))

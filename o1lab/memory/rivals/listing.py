@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from o1lab.memory.rivals import PER_REQUEST, Finding, Workload
 
 FRAMES = 25  # as in tracemalloc's documentation
+CHAIN_SECONDS = 15.0  # objgraph looks through every object's referrers for a chain; it can take many minutes
 ALARMS = ("per-call leak", "keyed growth", "lazy gc", "fragmentation", "driver")
 
 
@@ -91,9 +93,20 @@ def objgraph(work: Workload) -> Finding:
     if not grown:
         return Finding(False, "no type grew by an object every second request")
     name, _, more = grown[0]
-    chain = tool.find_backref_chain(tool.by_type(name)[-1], tool.is_proper_module)
+    until = time.monotonic() + CHAIN_SECONDS
+
+    def root(candidate: Any) -> bool:
+        if time.monotonic() > until:
+            raise TimeoutError
+        return bool(tool.is_proper_module(candidate))
+
+    try:
+        chain = tool.find_backref_chain(tool.by_type(name)[-1], root)
+    except TimeoutError:
+        chain = []
     place = chain_text(chain) if len(chain) > 1 else ""
-    return Finding(True, f"{more:,} more objects of type {name}", "", place, "owner" if place else "")
+    said = f"{more:,} more objects of type {name}" + ("" if place else ", no chain from a module to one of them")
+    return Finding(True, said, "", place, "owner" if place else "")
 
 
 def chain_text(chain: Sequence[Any]) -> str:

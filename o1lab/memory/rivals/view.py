@@ -95,6 +95,8 @@ def text(table: pd.DataFrame) -> str:
         lines.append(said + ("; " * bool(row.clean) + row.no_answer if row.no_answer else ""))
     lines += ["", *(f"{sign}  {meaning}" for sign, _, meaning in MARKS.values())]
     lines.append("k  right kind · o  right owner (a path that holds it) · l  right line (that allocated it)")
+    absent = table[table.status == "not installed"].drop_duplicates("tool")
+    lines += [f"{row.tool}: not installed: {row.reason}" for row in absent.itertuples()]
     failed = table[table.status.isin(["crashed", "timed out"])]
     lines += [f"{row.tool} on {row.case}: {row.status}: {row.reason}" for row in failed.itertuples()]
     return "\n".join(line.rstrip() for line in lines)
