@@ -92,8 +92,8 @@ def test_the_figure_puts_both_arms_on_one_pair_of_axes():
     plots.check(figure)
     broken, fixed = figure.data
     assert (broken.name, fixed.name) == ("leaky", "cured")
-    assert broken.x[-1] == fixed.x[-1] == 7800
-    assert broken.y[-1] == pytest.approx(1500 * 7800 / 2**20, rel=0.05)
+    assert broken.x[-1] == fixed.x[-1] == 2 * 3500
+    assert broken.y[-1] == pytest.approx(1500 * 7000 / 2**20, rel=0.05)
     assert abs(fixed.y[-1]) < 0.1
 
 
@@ -154,7 +154,7 @@ def test_a_signal_ends_a_soak_with_what_it_has(tmp_path, number):
 def test_the_command_soaks_in_pieces_ends_on_a_signal_and_reports(tmp_path, capsys):
     files = {arm: str(tmp_path / f"{arm}.json") for arm in soak.ARMS}
     for arm in ("leaky", "cured", "cured"):
-        words = ["--minutes", "0.17", "--every", "0.25", "--arm", arm, "--into", files[arm]]
+        words = ["--minutes", "0.12", "--every", "0.25", "--arm", arm, "--into", files[arm]]
         done = subprocess.run(command(*words), capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
     whole = tmp_path / "whole.json"
