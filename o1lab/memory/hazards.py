@@ -180,7 +180,7 @@ class _Walk:
                 if block is not None or number == 0 or not self._repeats(rows, number):
                     self._say("completed without request", "error", number, time_us, this, "its free was not requested")
                 return
-            self._leave(block, waited=number != block.freed + 1)
+            self._leave(block)
         elif action in (t.SEGMENT_ALLOC, t.SEGMENT_MAP):
             self.segments.add(address, address + size)
         elif action in (t.SEGMENT_FREE, t.SEGMENT_UNMAP):
@@ -222,14 +222,13 @@ class _Walk:
             insort(self.starts, block.address)
         self.live[block.address] = block
 
-    def _leave(self, block: _Block, waited: bool) -> None:
+    def _leave(self, block: _Block) -> None:
         self._settle(block)
         del self.live[block.address], self.starts[bisect_left(self.starts, block.address)]
         self.gone[block.address] = block
-        if waited:  # the allocator saw these streams reach the free
-            for stream in block.recorded:
-                block.reads.pop(stream, None)
-                block.writes.pop(stream, None)
+        for stream in block.recorded:  # record_stream: the allocator saw these streams reach the free
+            block.reads.pop(stream, None)
+            block.writes.pop(stream, None)
         if block.reads or block.writes:
             self.ghosts.append((block.address, block.end, block))
 

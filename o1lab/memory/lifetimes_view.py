@@ -37,9 +37,11 @@ def drawn(lives: Lifetimes) -> go.Figure:
     figure = make_subplots(
         rows=2, cols=1, shared_xaxes=True, row_heights=[0.56, 0.44], vertical_spacing=0.09,
     )  # fmt: skip
-    begin = np.nan_to_num(lives.allocated_us, nan=lives.begin_us)
-    end = np.nan_to_num(lives.requested_us, nan=lives.end_us)
-    gone = np.nan_to_num(lives.completed_us, nan=lives.end_us)
+    # counted from the first entry: microseconds since 1970 leave too few digits
+    begin = np.nan_to_num(lives.allocated_us - lives.begin_us, nan=0.0)
+    last = lives.end_us - lives.begin_us
+    end = np.nan_to_num(lives.requested_us - lives.begin_us, nan=last)
+    gone = np.nan_to_num(lives.completed_us - lives.begin_us, nan=last)
     unit, scale = _unit(lives.end_us - lives.begin_us)
     classes, member = _classes(lives)
     edges = _edges(lives)
@@ -48,11 +50,11 @@ def drawn(lives: Lifetimes) -> go.Figure:
     for index, kind in enumerate(classes):
         chosen = member == index
         held = _held(begin[chosen], end[chosen], lives.size[chosen], edges)
-        _area(figure, kind, edges, held, lives.begin_us, scale)
+        _area(figure, kind, edges, held, scale)
     if lives.parked.any():
         chosen = lives.parked
         held = _held(end[chosen], gone[chosen], lives.size[chosen], edges)
-        _area(figure, PARKED, edges, held, lives.begin_us, scale)
+        _area(figure, PARKED, edges, held, scale)
     _peak_line(figure, lives, moments, running, edges, scale)
     _bars(figure, lives, begin, end, gone, scale, member, classes)
     _labels(figure)
@@ -119,7 +121,7 @@ def _classes(lives: Lifetimes) -> tuple[list[_Class], np.ndarray]:
 
 def _edges(lives: Lifetimes) -> np.ndarray:
     span = max(lives.end_us - lives.begin_us, 1.0)
-    return lives.begin_us + np.linspace(0, span, MOST_STEPS)
+    return np.linspace(0, span, MOST_STEPS)
 
 
 def _held(begin: np.ndarray, end: np.ndarray, size: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -154,7 +156,7 @@ def _peak_line(
     before = np.searchsorted(moments, edges, side="left") - 1
     most[before >= 0] = running[before[before >= 0]]
     np.maximum.at(most, spot, running)
-    x = (edges - lives.begin_us) / scale
+    x = edges / scale
     figure.add_scatter(
         x=x, y=most / MIB, name="peak", mode="lines", line={"width": 1, "color": "#1a1a1a", "shape": "hv"},
         hovertemplate="peak %{y:.4g} MiB", row=1, col=1,
@@ -167,11 +169,11 @@ def _peak_line(
     )  # fmt: skip
 
 
-def _area(figure: go.Figure, kind: _Class, edges: np.ndarray, held: np.ndarray, begin: float, scale: float) -> None:
+def _area(figure: go.Figure, kind: _Class, edges: np.ndarray, held: np.ndarray, scale: float) -> None:
     look = {"shape": kind.pattern, "fgcolor": kind.colour, "bgcolor": "#ffffff", "size": 6}
     pattern = look if kind.pattern else None
     figure.add_scatter(
-        x=(edges - begin) / scale, y=held / MIB, name=kind.name, stackgroup="held", mode="lines",
+        x=edges / scale, y=held / MIB, name=kind.name, stackgroup="held", mode="lines",
         line={"width": 0.5, "color": kind.colour, "shape": "hv"}, fillcolor=kind.colour, fillpattern=pattern,
         hovertemplate="%{y:.3g} MiB", row=1, col=1,
     )  # fmt: skip
@@ -215,7 +217,7 @@ def _bars(
             pattern = {"shape": look.pattern, "fgcolor": look.colour, "bgcolor": "#ffffff"} if look.pattern else None
             marker = {"color": look.colour, "line": {"width": 0}, "pattern": pattern}
             figure.add_bar(
-                x=[(right - left) / scale], base=[(left - lives.begin_us) / scale], y=[row], orientation="h",
+                x=[(right - left) / scale], base=[left / scale], y=[row], orientation="h",
                 width=0.72, marker=marker, name=look.name, hovertemplate=hover, row=2, col=1,
             )  # fmt: skip
         _say(figure, row, spans, f"{_time(end[block] - begin[block])} · {where}", lives, scale)
@@ -230,7 +232,7 @@ def _say(
     figure: go.Figure, row: int, spans: list[tuple[float, float, _Class]], text: str, lives: Lifetimes, scale: float
 ) -> None:
     """Lifetime and place of a block beside its bar where there is room, else inside it."""
-    left, right = spans[0][0] - lives.begin_us, spans[-1][1] - lives.begin_us
+    left, right = spans[0][0], spans[-1][1]
     span = max(lives.end_us - lives.begin_us, 1.0)
     text = text if len(text) <= 44 else text[:43] + "…"
     if right - left > 0.33 * span:

@@ -161,16 +161,15 @@ def _columns(entries: list[Any], pools: _Names, sites: _Sites) -> dict[str, np.n
 
 
 def _end(segments: list[dict[str, Any]], pools: _Names, sites: _Sites) -> tuple[np.ndarray, np.ndarray]:
-    rows, blocks, seen = [], [], 0
-    for segment in segments:
+    rows, blocks = [], []
+    insides = [_checked(segment.get("blocks"), list, "a segment's 'blocks'") for segment in segments]
+    if sum(map(len, insides)) > MOST_CONTAINERS:  # they may be one list, shared
+        raise TraceFileError(f"the segments hold more than {MOST_CONTAINERS} blocks")
+    for segment, inside in zip(segments, insides, strict=True):
         pool = pools(_pool(segment.get("segment_pool_id", (0, 0))))
         address, stream = _int(segment, "address"), _int(segment, "stream")
         large, expandable = _get(segment, "segment_type", str, "") == "large", segment.get("is_expandable") is True
         rows.append((address, _int(segment, "total_size", 0), stream, pool, large, expandable))
-        inside = _checked(segment.get("blocks"), list, "a segment's 'blocks'")
-        seen += len(inside)
-        if seen > MOST_CONTAINERS:
-            raise TraceFileError(f"the segments hold more than {MOST_CONTAINERS} blocks")
         for block in inside:
             size = _int(_checked(block, dict, "a segment"), "size", 0)
             state = _get(block, "state", str, "")

@@ -97,7 +97,8 @@ class Backwards:
         return np.array([tuple(self._rows[address]) for address in self._order], t.SEGMENT)
 
     def blocks(self) -> np.ndarray:
-        rows = sorted(self._live.values())
+        rows = sorted(row for row in self._live.values() if self._at(row[0]) is not None)
+        self.odd += len(self._live) - len(rows)  # freed, but in no segment: never allocated
         for row, after in zip(rows, [*rows[1:], None], strict=False):
             if row[0] in self._sure:
                 continue
