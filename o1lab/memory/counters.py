@@ -201,13 +201,12 @@ _freezes = 0
 def frozen() -> Iterator[None]:
     """Keep the objects alive now out of every collection meanwhile: a full one takes 0.2 s with transformers loaded.
 
-    Nested uses count as one. Leaving thaws everything, also what the program itself had frozen before
-    (``gc.get_freeze_count()`` cannot tell: since Python 3.12 it is not zero at the start).
+    Nested uses freeze what has come since, too; only the outermost thaws, and thaws everything, also what the program
+    itself had frozen before (``gc.get_freeze_count()`` cannot tell: since Python 3.12 it is not zero at the start).
     """
     global _freezes
     gc.collect()
-    if _freezes == 0:
-        gc.freeze()
+    gc.freeze()
     _freezes += 1
     try:
         yield
