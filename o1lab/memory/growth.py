@@ -14,7 +14,7 @@ import numpy as np
 
 from o1lab.memory.heap import OWN, Heap
 from o1lab.memory.holding import ANY, LRU, OwnerPath, Words, words
-from o1lab.memory.sizes import Sizes, census, lengths, name_of
+from o1lab.memory.sizes import SAVED, Sizes, census, lengths, name_of
 
 NAMED_GROUPS = 300
 NOISE_BYTES = 512
@@ -37,8 +37,8 @@ class Mark:
         sizes, order = Sizes(), heap.order
         kinds = np.fromiter((id(type(obj)) for obj in heap.objects), np.int64, len(heap.objects))
         tensors = {id(obj): weakref.ref(obj) for obj in heap.objects if sizes.is_tensor(type(obj))}
-        long = lengths(heap, Sizes())
-        return cls(heap.ids[order], kinds[order], long[order], tensors, dict(census(heap, sizes)))
+        long, saved = lengths(heap, Sizes())
+        return cls(heap.ids[order], kinds[order], long[order], tensors, census(heap, sizes) | {SAVED: saved})
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Growth:
             if self.sizes.is_tensor(type(objects[index])):
                 self.sizes.storage(objects[index])
                 self.sizes.saved(objects[index])
-        long = lengths(heap, Sizes())
+        long, saved = lengths(heap, Sizes())
         before = np.where(old, mark.sizes[place], -1)
         self.more = np.where(old & (before >= 0), long - before, 0)
         new = ~old
@@ -89,7 +89,7 @@ class Growth:
             at = heap.index_of(np.array(inside, np.int64))
             new[at[(at >= 0) & (self.more[at] == 0)]] = True
         heap.search(new)
-        now = census(heap, Sizes())
+        now = census(heap, Sizes()) | {SAVED: saved}
         self.net = {kind: size - mark.census.get(kind, 0) for kind, size in now.items()}
 
     def tail(self, index: int) -> list[Any]:
@@ -140,7 +140,7 @@ class Growth:
             group = self.group_of(index)
             size = self.sizes.own(obj)
             if self.sizes.is_tensor(kind):
-                group.extra += self.sizes.saved(obj)
+                group.by_type[SAVED] += self.sizes.saved(obj)
             group.by_type[self.sizes.label(obj)] += size
             group.kinds[name_of(kind)] += 1
             if size > group.most:
@@ -166,6 +166,8 @@ class Growth:
         """Note a plain object (bytes, str, number): it is no node, and counts if nobody but new objects holds it."""
         if not gc.is_tracked(obj) and not isinstance(obj, SHARED) and id(obj) not in self.nodes:
             self.leaves.setdefault(id(obj), [obj, 0, group])[1] += 1
+            for inner in obj if type(obj) is tuple else ():
+                self.leaf(inner, group)
 
     def settle(self) -> list[_Group]:
         """Groups with what really grew: a new object in an old place counts only if its type grew in all."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_NAMES = ("heap", "holding", "sizes", "growth", "owners", "jupyter", "probe", "counters")
+_NAMES = ("heap", "holding", "sizes", "growth", "owners", "jupyter", "probe", "watch", "rounds", "judge", "counters")
 OWN = frozenset(f"o1lab.memory.{name}" for name in _NAMES)
 OWN_FILES = frozenset(os.path.join(os.path.dirname(__file__), f"{name}.py") for name in _NAMES)
 MODULE_COST, FRAME_COST, INTERPRETER_COST = 3, 2, 4  # steps that a library's or the interpreter's root counts for

@@ -239,8 +239,8 @@ def words(nodes: list[Any], root: Root | None) -> Words:
         if key == "Out" and isinstance(nodes[1], dict):
             base = "Out"
         elif re.fullmatch(r"_{1,3}|_\d+", key):
-            base = "_"
-            text = "_" if key.strip("_") else key
+            numbered = key.strip("_")  # _5 is Out[5]
+            base, text = ("Out", f"Out{ANY}") if numbered else ("_", key)
         elif key == "_oh":
             base, exact, text = "Out", "Out", "Out"
         elif base == "dynamo" or re.match(r"__compiled_fn|__resume_at", key):

@@ -138,11 +138,21 @@ class _PerType(dict[type, Any]):
         return found
 
 
-def lengths(heap: Heap, sizes: Sizes) -> np.ndarray:
-    """What can grow in place, per node: a container's length, a tensor's bytes saved for backward; -1 for the rest."""
+SAVED = "saved for backward"
+
+
+def lengths(heap: Heap, sizes: Sizes) -> tuple[np.ndarray, int]:
+    """What can grow in place, per node (a container's length, a tensor's bytes saved for backward; -1 for the rest).
+
+    And the bytes saved for backward in all.
+    """
+    total = 0
 
     def saved(tensor: Any) -> int:
-        return sizes.saved(tensor) if grad_fn(tensor) is not None else 0
+        nonlocal total
+        size = sizes.saved(tensor) if grad_fn(tensor) is not None else 0
+        total += size
+        return size
 
     table = _PerType(lambda kind: _LENGTHS.get(kind, saved if sizes.is_tensor(kind) else None))
     found = np.full(len(heap.objects), -1, np.int64)
@@ -150,10 +160,10 @@ def lengths(heap: Heap, sizes: Sizes) -> np.ndarray:
         measure = table[type(obj)]
         if measure is not None:
             found[index] = measure(obj)
-    return found
+    return found, total
 
 
-def census(heap: Heap, sizes: Sizes) -> Counter[str]:
+def census(heap: Heap, sizes: Sizes) -> dict[str, int]:
     """Bytes of all nodes by the full name of their type (tensors: with dtype, shape and device)."""
     plain = type(object.__sizeof__)  # written in C: it cannot raise
     own = sizes.own
@@ -170,7 +180,7 @@ def census(heap: Heap, sizes: Sizes) -> Counter[str]:
             by_type[kind] += table[kind](obj)
     for kind, size in by_type.items():
         named[name_of(kind)] += size
-    return named
+    return dict(named)
 
 
 def name_of(kind: type) -> str:
