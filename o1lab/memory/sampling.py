@@ -1,7 +1,7 @@
 """What outside tools see: resident memory, NVML per-process memory (``nvidia-smi``), torch's allocation history.
 
 Samples are taken while the loop runs, as a monitoring tool takes them, and not at quiet round ends. The slope is
-Theil–Sen with a moving-block bootstrap; :func:`finds` says when a slope counts as having found a leak.
+Theil–Sen with a bootstrap interval; :func:`finds` says when a slope counts as having found a leak.
 """
 
 from __future__ import annotations
