@@ -47,7 +47,7 @@ def compare(
     cases: Sequence[str] | None = None, tools: Sequence[str] | None = None, *, requests: int | None = None,
     seconds: float = SECONDS, jobs: int = 2,
 ) -> Comparison:  # fmt: skip
-    """Run every tool on both forms of every case.
+    """Run every tool on both forms of every case. A script calls it under ``if __name__ == "__main__":``.
 
     Parameters
     ----------

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import o1lab
 from o1lab import plots
 from o1lab.errors import ProbeError, UnknownName
 from o1lab.memory import catalogue, counters, head_to_head, rivals
@@ -228,6 +229,11 @@ List of leaked allocations:
     assert not tracing.read_pytest(finished, ".   [100%]\n1 passed in 2.1s\n").found
     with pytest.raises(ProbeError, match="another reason"):
         tracing.read_pytest(finished, "E   ImportError: no torch\n1 failed in 0.3s\n")
+
+
+def test_a_tool_that_starts_a_process_finds_the_same_package_and_the_case(toys, tmp_path):
+    said = tracing._python(["-c", "import toy_cases, o1lab; print(o1lab.__file__)"], str(tmp_path.parent))
+    assert said.stdout.strip() == o1lab.__file__, said.stderr
 
 
 def test_what_scalene_writes(finished):

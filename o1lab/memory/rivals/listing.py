@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from o1lab.memory.rivals import PER_REQUEST, Finding, Workload
 
 FRAMES = 25  # as in tracemalloc's documentation
 CHAIN_SECONDS = 15.0  # objgraph looks through every object's referrers for a chain; it can take many minutes
+GROWN_TYPES = 5  # a reader would try the first few
 ALARMS = ("per-call leak", "keyed growth", "lazy gc", "fragmentation", "driver")
 
 
@@ -92,7 +94,6 @@ def objgraph(work: Workload) -> Finding:
     grown = [row for row in tool.growth(limit=None) if row[2] >= PER_REQUEST * work.requests]
     if not grown:
         return Finding(False, "no type grew by an object every second request")
-    name, _, more = grown[0]
     until = time.monotonic() + CHAIN_SECONDS
 
     def root(candidate: Any) -> bool:
@@ -100,11 +101,13 @@ def objgraph(work: Workload) -> Finding:
             raise TimeoutError
         return bool(tool.is_proper_module(candidate))
 
-    try:
-        chain = tool.find_backref_chain(tool.by_type(name)[-1], root)
-    except TimeoutError:
-        chain = []
+    chain: list[Any] = []
+    with contextlib.suppress(TimeoutError):
+        for kind, *_ in grown[:GROWN_TYPES]:
+            if len(chain) < 2:
+                chain = tool.find_backref_chain(tool.by_type(kind)[-1], root)
     place = chain_text(chain) if len(chain) > 1 else ""
+    name, _, more = grown[0]
     said = f"{more:,} more objects of type {name}" + ("" if place else ", no chain from a module to one of them")
     return Finding(True, said, "", place, "owner" if place else "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -142,7 +143,8 @@ def spec(work: Workload) -> dict[str, Any]:
 
 def _python(arguments: list[Any], folder: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same o1lab, and the case's module
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, check=False)
 
 
 def _last_line(text: str) -> str:
