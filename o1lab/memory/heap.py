@@ -17,7 +17,7 @@ import sysconfig
 import time
 import types
 from array import array
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,34 +50,35 @@ def _is_library(filename: str) -> bool:
     return inside or filename.startswith("<frozen") or f"{os.sep}site-packages{os.sep}" in filename
 
 
-def frame_locals(frame: types.FrameType) -> dict[str, Any]:
+def frame_locals(frame: types.FrameType, known: Container[int] = ()) -> dict[str, Any]:
     """A copy of a frame's locals that leaves nothing behind.
 
     Before Python 3.13 reading ``f_locals`` leaves a dict on the frame that keeps every local alive until it returns.
     The locals are taken out of it again, unless a debugger or the program itself (``locals()``) holds that dict.
+    ``known`` are the ids of objects that a list of ours holds.
     """
     seen, code = frame.f_locals, frame.f_code
     copy = dict(seen)
     ours = type(seen) is dict and code.co_flags & inspect.CO_OPTIMIZED and sys.gettrace() is None
-    if ours and sys.getrefcount(seen) <= 3:  # the frame, this variable, the argument
+    if ours and sys.getrefcount(seen) <= 3 + (id(seen) in known):  # the frame, this variable, the argument, our list
         for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
             seen.pop(name, None)
     return copy
 
 
-def _frame_roots(thread: int, frame: types.FrameType | None, here: int) -> Iterator[Root]:
+def _frame_roots(thread: int, frame: types.FrameType | None, here: int, known: Container[int]) -> Iterator[Root]:
     label = "" if thread == here else " in another thread"
     while frame is not None:
         module, code = str(frame.f_globals.get("__name__", "?")), frame.f_code
         cost = FRAME_COST if _is_library(code.co_filename) else int(module.startswith("o1lab.")) and 1
         if code.co_filename in OWN_FILES:
-            step = frame_locals(frame).get("step") if code.co_name == "probe" else None
+            step = frame_locals(frame, known).get("step") if code.co_name == "probe" else None
             if step is not None:
                 yield Root({"step": step}, "", "local", "argument of probe()", 3)
         elif not code.co_flags & inspect.CO_OPTIMIZED:  # a module's or a class's body: the namespace itself
             yield Root(frame.f_locals, "", "global", f"module {module}", cost)
         else:
-            names = frame_locals(frame)
+            names = frame_locals(frame, known)
             own = {name: names.pop(name) for name in ("self", "cls") if name in names}
             yield Root(names | own, "", "local", f"local of {code.co_qualname}(){label}", cost)
         frame = frame.f_back
@@ -111,7 +112,7 @@ def _dynamo_roots() -> Iterator[Root]:
             yield Root(names, "dynamo cache of ", "dynamo", os.path.basename(code.co_filename), 1)
 
 
-def roots() -> list[Root]:
+def roots(known: Container[int] = ()) -> list[Root]:
     """Every place a path may start from, those that a user edits first."""
     import threading
 
@@ -119,7 +120,7 @@ def roots() -> list[Root]:
     ident = threading.get_ident()
     frames = {**sys._current_frames(), ident: sys._getframe()}
     for thread in sorted(frames, key=lambda key: key != ident):
-        found += _frame_roots(thread, frames[thread], ident)
+        found += _frame_roots(thread, frames[thread], ident, known)
     frames.clear()  # this frame is among them: a cycle otherwise, which would keep the whole heap
     last = {name: getattr(sys, name) for name in ("last_value", "last_exc", "last_traceback") if hasattr(sys, name)}
     found.append(Root(last, "sys.", "last exception", "the interpreter", 1))
@@ -159,9 +160,9 @@ class Heap:
     """
 
     def __init__(self, objects: list[Any], deadline: float, targets: tuple[Any, ...] = ()) -> None:
-        self.roots = roots()
         self.objects = objects
         known = {id(obj) for obj in objects}
+        self.roots = roots(known)
         for extra in itertools.chain(targets, (root.names for root in self.roots)):
             if id(extra) not in known:
                 known.add(id(extra))
