@@ -48,7 +48,7 @@ class CachingAllocator:
         self.allocated_bytes = self.reserved_bytes = self.active_bytes = 0
         self.num_ooms = self.num_retries = self.segments = 0
         self.next_segment: tuple[int, int] | None = None
-        self._driver, self._recorded, self._whole_spaces = DriverAddresses(), Ranges(), 0
+        self._driver, self.taken, self._whole_spaces = DriverAddresses(), Ranges(), 0
 
     def pool(self, number: int, small: bool) -> Pool:
         """The free lists of one pool and class."""
@@ -103,13 +103,13 @@ class CachingAllocator:
         self.allocated_bytes -= block.size
         if wait:
             block.waiting = True
-            self.waiting[block.address] = block
+            self.waiting[id(block)] = block
         else:
             self._return(block)
 
     def complete(self, block: Block) -> None:
         """The other streams are done with a waiting block."""
-        del self.waiting[block.address]
+        del self.waiting[id(block)]
         block.waiting = False
         self._return(block)
 
@@ -162,8 +162,8 @@ class CachingAllocator:
         """Where the driver puts a segment: as recorded where the replay says so, else the lowest place that fits."""
         if self.next_segment is not None and self.next_segment[0] == size:
             address = self.next_segment[1]
-            if not self._recorded.overlaps(address, address + size):  # it may, once the replay went another way
-                self._recorded.add(address, address + size)
+            if not self.taken.overlaps(address, address + size):  # it may, once the replay went another way
+                self.taken.add(address, address + size)
                 return address
         return self._driver.take(size)
 
@@ -194,7 +194,7 @@ class CachingAllocator:
         self.reserved_bytes -= block.size
         self.segments -= 1
         self._driver.give(block.address, block.size)
-        self._recorded.remove(block.address, block.address + block.size)
+        self.taken.remove(block.address, block.address + block.size)
 
     def _release_enough(self, pool: Pool, stream: int, size: int) -> bool:
         """Give back oversize blocks, and only as many as the request needs (with ``max_split_size_mb`` set)."""
@@ -283,13 +283,6 @@ class CachingAllocator:
         pool.unmapped.setdefault(stream, []).append((base, block))
         self.segments += 1
         return block
-
-    def shift(self, unmapped: Block, size: int) -> None:
-        """Let an unmapped block begin ``size`` bytes later: what is before it is mapped already."""
-        self._forget_unmapped(unmapped)
-        unmapped.address += size
-        unmapped.size -= size
-        insort(unmapped.pool.unmapped[unmapped.stream], (unmapped.address, unmapped))
 
     def _page(self, pool: Pool) -> int:
         return SMALL_SEGMENT if pool.small else self.large_segment

@@ -101,10 +101,11 @@ def _classes(lives: Lifetimes) -> tuple[list[_Class], np.ndarray]:
     member = np.zeros(len(lives), int)
     if not freed.any():
         return [KEPT], member
-    lived = lives.lived_us
+    lived = np.maximum(lives.lived_us, 0)
     order = np.argsort(lived[freed])
     weight = np.cumsum((lives.size * lived)[freed][order] + 1e-9)
-    low, high = (float(lived[freed][order][np.searchsorted(weight, share * weight[-1])]) for share in (1 / 3, 2 / 3))
+    thirds = np.minimum(np.searchsorted(weight, weight[-1] * np.array([1, 2]) / 3), len(weight) - 1)
+    low, high = lived[freed][order][thirds].tolist()
     grid = np.sort(np.concatenate([10.0 ** np.arange(0, 16), 3 * 10.0 ** np.arange(0, 16)]))
     below, above = max(np.searchsorted(grid, low, side="right") - 1, 0), np.searchsorted(grid, high)
     cuts = sorted({float(grid[below]), float(grid[above])})
@@ -206,9 +207,10 @@ def _bars(
     held = lives.size * (end - begin + np.where(lives.parked, gone - end, 0))
     chosen = np.argsort(-held, kind="stable")[:MOST_BARS]
     chosen = chosen[np.argsort(begin[chosen], kind="stable")][::-1]
+    streams = {stream: number for number, stream in enumerate(np.unique(lives.stream))}  # they are pointers: 0, 1, …
     for row, block in enumerate(chosen):
         kind = classes[member[block]]
-        where = lives.sites[lives.site[block]] if lives.site[block] >= 0 else f"stream {lives.stream[block]}"
+        where = lives.sites[lives.site[block]] if lives.site[block] >= 0 else f"stream {streams[lives.stream[block]]}"
         spans = [(begin[block], end[block], kind)]
         if lives.parked[block]:
             spans.append((end[block], gone[block], PARKED))

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from o1lab.memory import trace as t
-from o1lab.memory.allocator import Block, CachingAllocator, segment_bytes
+from o1lab.memory.allocator import CachingAllocator
+from o1lab.memory.allocator_blocks import Block, segment_bytes
 from o1lab.memory.allocator_settings import MIB, Settings, SettingsError
+from o1lab.memory.allocator_start import lay_start
 from o1lab.memory.trace import Trace
 
 __all__ = ["Settings", "SettingsError", "Simulation", "simulate"]
@@ -138,6 +140,8 @@ def simulate(
     ------
     SettingsError
         An unknown setting or a value that torch would refuse.
+    ProbeError
+        The trace contradicts itself.
 
     Examples
     --------
@@ -218,37 +222,8 @@ class _Replay:
                 block = allocator.allocate(int(row["requested"]), int(row["stream"]), int(row["pool"]))
                 self._keep(row, block)
             return
-        starts = trace.start_blocks["address"]
-        for segment in trace.start_segments:
-            begin, size, stream = (int(segment[name]) for name in ("address", "size", "stream"))
-            pool = allocator.pool(int(segment["pool"]), not segment["large"])
-            last, at = None, begin
-            inside = trace.start_blocks[(starts >= begin) & (starts < begin + size)]
-            pieces = []
-            for row in inside[np.argsort(inside["address"])]:
-                if row["address"] > at:
-                    pieces.append((at, int(row["address"]) - at, None))
-                pieces.append((int(row["address"]), int(row["size"]), row))
-                at = int(row["address"] + row["size"])
-            if at < begin + size:
-                pieces.append((at, begin + size - at, None))
-            whole = allocator.reserve(pool, stream, begin) if segment["expandable"] else None
-            allocator.segments += whole is None
-            allocator.reserved_bytes += size
-            for place, length, row in pieces:
-                block = Block(place, length, pool, stream, begin if whole else None)
-                block.link(last, None)
-                last = block
-                if row is None:
-                    pool.put(block)
-                else:
-                    block.held, block.requested = True, int(row["requested"])
-                    allocator.allocated_bytes += length
-                    allocator.active_bytes += length
-                    self._keep(row, block)
-            if whole is not None and last is not None:
-                allocator.shift(whole, size)
-                whole.link(last, None)
+        for row, block in lay_start(trace, allocator):
+            self._keep(row, block)
 
     def _keep(self, row: np.void, block: Block | None) -> None:
         self.live[int(row["address"])] = block

@@ -84,11 +84,16 @@ def _get(mapping: Any, name: str, kind: type, default: Any) -> Any:
     return value if type(value) is kind else default
 
 
-def _int(mapping: dict[str, Any], name: str, least: int = -(2**63)) -> int:
+def _int(mapping: dict[str, Any], name: str, least: int = -(2**62), most: int = 2**62) -> int:
     value = mapping.get(name)
-    if type(value) is not int or not least <= value < 2**63:
-        raise TraceFileError(f"{name!r} is no whole number from {least} in an entry ({type(value).__name__})")
+    if type(value) is not int or not least <= value <= most:
+        raise TraceFileError(f"{name!r} is no whole number from {least} to {most} in an entry ({type(value).__name__})")
     return value
+
+
+def _size(mapping: dict[str, Any], name: str) -> int:
+    """Bytes, at most 1 TiB: sums of any number of them stay in 64 bits."""
+    return _int(mapping, name, 0, 2**40)
 
 
 def _checked(value: Any, kind: type, where: str) -> Any:
@@ -152,7 +157,7 @@ def _columns(entries: list[Any], pools: _Names, sites: _Sites) -> dict[str, np.n
             raise TraceFileError(f"entry {row} of the trace has no action that torch knows")
         action[row] = code
         address[row] = _int(entry, "device_free" if code == t.OOM and "addr" not in entry else "addr")
-        size[row], stream[row] = _int(entry, "size", 0), _int(entry, "stream")
+        size[row], stream[row] = _size(entry, "size"), _int(entry, "stream")
         time_us[row] = _int(entry, "time_us") if "time_us" in entry else 0
         pool_id = entry.get("pool_id", entry.get("segment_pool_id"))
         pool[row] = -1 if pool_id is None else pools(_pool(pool_id))
@@ -169,13 +174,13 @@ def _end(segments: list[dict[str, Any]], pools: _Names, sites: _Sites) -> tuple[
         pool = pools(_pool(segment.get("segment_pool_id", (0, 0))))
         address, stream = _int(segment, "address"), _int(segment, "stream")
         large, expandable = _get(segment, "segment_type", str, "") == "large", segment.get("is_expandable") is True
-        rows.append((address, _int(segment, "total_size", 0), stream, pool, large, expandable))
+        rows.append((address, _size(segment, "total_size"), stream, pool, large, expandable))
         for block in inside:
-            size = _int(_checked(block, dict, "a segment"), "size", 0)
+            size = _size(_checked(block, dict, "a segment"), "size")
             state = _get(block, "state", str, "")
             if state != "inactive":
                 place = _int(block, "address") if "address" in block else address
-                asked = _int(block, "requested_size", 0) if "requested_size" in block else size
+                asked = _size(block, "requested_size") if "requested_size" in block else size
                 waiting, site = state != "active_allocated", sites(block.get("frames"))
                 blocks.append((place, size, stream, asked, pool, waiting, site))
             address += size
@@ -210,8 +215,12 @@ def unpacked(data: bytes, path: str) -> t.Trace:
         for name, count in (("pool", len(facts["pools"])), ("site", len(facts["sites"]))):
             if columns[name].max(initial=-1) >= count or columns[name].min(initial=0) < (0 if name == "pool" else -1):
                 raise ValueError(f"a {name} that is not listed")
-        if columns["size"].min(initial=0) < 0 or not all(type(site) is str for site in facts["sites"]):
-            raise ValueError("negative sizes, or sites that are no text")
+        if (
+            columns["size"].min(initial=0) < 0
+            or columns["size"].max(initial=0) > 2**40
+            or not all(type(site) is str for site in facts["sites"])
+        ):
+            raise ValueError("sizes out of bounds, or sites that are no text")
         for name, array in states.items():
             if array.dtype != (t.SEGMENT if "segments" in name else t.BLOCK):
                 raise ValueError(f"{name} has another form")

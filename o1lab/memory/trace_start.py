@@ -28,7 +28,9 @@ class Backwards:
         return row if row is not None and address < row[0] + row[1] else None
 
     def _add(self, address: int, size: int, stream: int, pool: int, expandable: bool) -> None:
-        if address in self._rows:
+        spot = bisect.bisect_left(self._order, address)
+        after = self._order[spot] if spot < len(self._order) else None
+        if self._at(address) is not None or (after is not None and after < address + size) or size == 0:
             self.odd += 1
             return
         row = [address, size, stream, pool, size > 2 << 20, expandable]

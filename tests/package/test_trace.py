@@ -29,6 +29,7 @@ from o1lab.memory import lifetimes as life
 from o1lab.memory import snapshot_file, trace
 from o1lab.memory.hazards import Use, Wait, hazards
 from o1lab.memory.ranges import Ranges
+from o1lab.memory.simulate import simulate
 from o1lab.memory.snapshot_file import HostileFile, TraceFileError, plain
 
 FOLDER = Path(__file__).parents[1] / "data" / "traces"
@@ -524,6 +525,54 @@ def test_ranges_are_a_set(steps):
         for left, right in ((0, 1), (3, 9), (10, 30), (begin, begin + size)):
             assert ranges.covers(left, right) == (set(range(left, right)) <= truth)
             assert ranges.overlaps(left, right) == bool(set(range(left, right)) & truth)
+
+
+# contradictions
+
+
+def nonsense(seed):
+    """Entries and segments of the right form that no allocator would write."""
+    rng = random.Random(seed)
+    places = [512 * rng.randrange(1, 12) + (rng.randrange(3) << 21) for _ in range(8)]
+    entries = []
+    for _ in range(rng.randrange(30)):
+        action = rng.choice(trace.ACTIONS)
+        one = entry(
+            action, rng.choice(places), rng.randrange(10), rng.choice([0, 512, 5 << 20, 2**40]), rng.choice([0, 5])
+        )
+        if rng.random() < 0.3:
+            one["pool_id"] = (0, rng.randrange(2))
+        if action.startswith("segment"):
+            one |= {"addr": rng.randrange(3) << 21, "size": 2 << 20}
+        entries.append(one)
+    states = ["inactive", "active_allocated", "active_awaiting_free"]
+    segments = [
+        {
+            "address": number << 21, "total_size": 2 << 20, "stream": 0, "segment_type": rng.choice(["small", "large"]),
+            "is_expandable": rng.random() < 0.3,
+            "blocks": [{"size": 512 * rng.randrange(1, 9), "state": rng.choice(states)} for _ in range(rng.randrange(4))],
+        }
+        for number in range(rng.randrange(3))
+    ]  # fmt: skip
+    return of(*entries, segments=segments, allocator_settings={"expandable_segments": rng.random() < 0.3})
+
+
+def test_traces_that_contradict_themselves_end_in_a_result_or_a_typed_error():
+    ends = collections.Counter()
+    for seed in range(400):
+        found = nonsense(seed)
+        hazards(found)
+        lives = life.lifetimes(found)
+        if seed % 40 == 0:
+            plots.check(life.figure(lives))
+        for changes in ({}, {"expandable_segments": True}, {"max_split_size_mb": 64, "capacity_bytes": 64 << 20}):
+            try:
+                str(simulate(found, **changes))
+                ends["replayed"] += 1
+            except ProbeError as error:
+                assert "contradicts itself" in str(error)  # noqa: PT017
+                ends["refused"] += 1
+    assert ends["replayed"] > ends["refused"] > 0
 
 
 # the figure
