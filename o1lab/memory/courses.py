@@ -193,7 +193,7 @@ def plant(course: Course, kind: str, rng: random.Random) -> int:
 
 @dataclass(frozen=True)
 class Planted:
-    """``found`` of ``planted`` hazards were named right and alone; ``alarms`` of ``clean`` right courses were accused."""
+    """``found`` of ``planted`` hazards were named right, and alone; ``alarms`` of ``clean`` courses were accused."""
 
     planted: int
     found: int

@@ -170,6 +170,11 @@ def _start(
         return Cell(**base, status=status, reason=last[:300], seconds=took)
 
 
+def shipped() -> Comparison | None:
+    """The comparison recorded on two CPU cores that comes with the repository; ``None`` where only the package is."""
+    return Comparison.load(SHIPPED) if SHIPPED.is_file() else None
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; exit code 1 if a cell crashed or timed out, 2 if a name is unknown."""
     parser = argparse.ArgumentParser(prog="python -m o1lab.memory.head_to_head", description=__doc__)
