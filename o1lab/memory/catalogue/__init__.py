@@ -21,7 +21,9 @@ from o1lab.errors import UnknownName
 if TYPE_CHECKING:
     from o1lab.memory.probe import LeakReport
 
-MODULES = ("python_objects", "torch_host", "notebook", "native", "cuda", "nulls")
+MODULES = (
+    "python_objects", "interpreter", "torch_host", "notebook", "native", "device_tensors", "cuda", "nulls",
+)  # fmt: skip
 QUIET = ("none", "warm-up")
 CHUNK_BYTES = 32
 """One malloc chunk: glibc's smallest, and the granularity within which a small rate counts as right."""
