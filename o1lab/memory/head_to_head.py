@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from o1lab import paths
 from o1lab.errors import O1labError
 from o1lab.memory.rivals import TOOLS, Tool, case_names, find_case, tool
 from o1lab.memory.rivals.cell import MISSING, run
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from o1lab.memory.catalogue import Case
 
 SECONDS = 120.0
+SHIPPED = paths.PACKAGE.parent / "results" / "reference" / "2026-11-30-leak-tools" / "cpu.json"
 
 __all__ = ["Cell", "Comparison", "compare", "figure", "main", "summary", "text"]
 
