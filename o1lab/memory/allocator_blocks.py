@@ -27,6 +27,7 @@ class Block:
         self.mapped, self.requested, self.born, self.ticket = True, 0, 0, -1
 
     def link(self, before: Block | None, after: Block | None) -> None:
+        """Put the block between two neighbours of its segment."""
         self.before, self.after = before, after
         if before is not None:
             before.after = self
@@ -45,10 +46,12 @@ class Pool:
         self.unmapped: dict[int, list[tuple[int, Block]]] = {}
 
     def put(self, block: Block) -> None:
+        """Add a free block; its age counts from now."""
         block.born = self.calls
         insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
 
     def drop(self, block: Block) -> None:
+        """Take a free block out."""
         row = self.free[block.stream]
         del row[bisect_left(row, (block.size, block.address))]
 

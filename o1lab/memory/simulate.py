@@ -69,10 +69,12 @@ class Simulation:
 
     @property
     def peak_allocated_bytes(self) -> int:
+        """Most bytes in blocks handed out."""
         return int(self._of(self.allocated, "peak"))
 
     @property
     def peak_reserved_bytes(self) -> int:
+        """Most bytes taken from the device."""
         return int(self._of(self.reserved, "peak"))
 
     @property

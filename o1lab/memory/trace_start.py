@@ -55,6 +55,7 @@ class Backwards:
                 bisect.insort(self._order, left)
 
     def run(self, columns: dict[str, np.ndarray], names: Callable[[tuple[int, int]], int]) -> None:
+        """Go through all entries; sets ``pools``, the pool of each entry as far as it can be known."""
         private: int | bool = False
         live, self.pools = self._live, np.zeros(len(columns["action"]), "i4")
         rows = list(zip(*(columns[name].tolist() for name in t.COLUMNS), strict=True))
@@ -96,9 +97,11 @@ class Backwards:
         return False
 
     def segments(self) -> np.ndarray:
+        """Segments at the start, by address."""
         return np.array([tuple(self._rows[address]) for address in self._order], t.SEGMENT)
 
     def blocks(self) -> np.ndarray:
+        """Blocks in use at the start, by address; sizes of those freed since are worked out."""
         rows = sorted(row for row in self._live.values() if self._at(row[0]) is not None)
         self.odd += len(self._live) - len(rows)  # freed, but in no segment: never allocated
         for row, after in zip(rows, [*rows[1:], None], strict=False):
