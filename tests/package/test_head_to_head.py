@@ -111,6 +111,11 @@ def test_records_of_two_devices_join_and_the_later_answer_counts():
     there = Comparison((Cell("probe", "0.1", "a", "leak", "leaking", "ran", found=True),), {"device": "H200"})
     joined = Comparison.join([here, there])
     assert joined.cells == there.cells
+    other = Comparison((Cell("memray", "1", "b", "null", "leaking", "ran", found=False, alarm=False),), {})
+    table = Comparison.join([there, other]).table()
+    assert list(table.status) == ["ran", "not run", "not run", "ran"]
+    assert len(figure(table).layout.annotations) == 5
+    assert "1/1 leaks found" in text(table)
     assert [part["device"] for part in joined.about["parts"]] == ["x86_64", "H200"]
 
 

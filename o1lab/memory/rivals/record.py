@@ -25,7 +25,8 @@ class Cell:
     tool, version, case, group, form : str
         ``version`` is empty if the tool is not installed; ``form`` is ``"leaking"`` or ``"cured"``.
     status : str
-        ``"ran" | "not installed" | "not its job" | "needs CUDA" | "timed out" | "crashed"``; ``reason`` says more.
+        ``"ran" | "not run" | "not installed" | "not its job" | "needs CUDA" | "timed out" | "crashed"``; ``reason``
+        says more.
     found, alarm : bool or None
         Growth reported; and whether that is a false alarm (``None`` where a leak is to be found).
     kind, kind_right, place, names, place_right
@@ -91,10 +92,14 @@ class Comparison:
         """One row per tool and case: what ``text`` and ``figure`` of :mod:`o1lab.memory.head_to_head` take."""
         import pandas as pd
 
-        pairs: dict[tuple[str, str], dict[str, Cell]] = {}
-        for cell in self.cells:
-            pairs.setdefault((cell.tool, cell.case), {})[cell.form] = cell
-        return pd.DataFrame([_row(list(both.values())) for both in pairs.values()])
+        pairs: dict[tuple[str, str], list[Cell]] = {}
+        tools, cases = ({getattr(cell, key): cell for cell in self.cells} for key in ("tool", "case"))
+        for name, case in cases.items():  # joined records may not have every pair
+            for one in tools.values():
+                blank = Cell(one.tool, one.version, name, case.group, "leaking", "not run")
+                mine = [cell for cell in self.cells if (cell.tool, cell.case) == (one.tool, name)]
+                pairs[one.tool, name] = mine or [blank]
+        return pd.DataFrame([_row(cells) for cells in pairs.values()])
 
 
 def _row(cells: list[Cell]) -> dict[str, Any]:

@@ -17,7 +17,14 @@ MARKS = {
     "no answer": ("–", "#ffffff", "does not run here, or is not made for it"),
 }
 ORDER = list(MARKS)
-SHORT = {"not its job": "–", "needs CUDA": "CUDA", "not installed": "absent", "timed out": "time", "crashed": "crash"}
+SHORT = {
+    "not its job": "–",
+    "not run": "",
+    "needs CUDA": "CUDA",
+    "not installed": "absent",
+    "timed out": "time",
+    "crashed": "crash",
+}
 """What a narrow cell says instead of an answer."""
 LEGEND = (
     "✓ found, silent once cured (or: nothing leaks, silent) · k right kind · o right owner · l right line<br>"
@@ -108,7 +115,7 @@ def title(table: pd.DataFrame) -> str:
     rows = rows[rows.leaks > 0]
     if rows.empty:
         return "No tool had a leak to find"
-    clean = rows.assign(score=rows.found - rows.alarms).sort_values("score", ascending=False)
+    clean = rows.assign(score=(rows.found - rows.alarms) / rows.leaks).sort_values("score", ascending=False)
 
     def said(row: Any) -> str:
         return f"{row.tool} finds {row.found} of {row.leaks} leaks with {row.alarms} false alarms"
@@ -156,7 +163,7 @@ def figure(table: pd.DataFrame) -> go.Figure:
         showarrow=False, font={"size": 14},
     )  # fmt: skip
     heading = "<br>".join(textwrap.wrap(title(table), plots.TITLE_COLUMNS + 14))
-    margin = {"l": 230, "r": 60, "t": 245, "b": 70}
+    margin = {"l": 260, "r": 60, "t": 225, "b": 70}
     chart.update_layout(title_text=heading, height=margin["t"] + margin["b"] + 24 * len(cases), margin=margin)
     chart.update_layout(template="o1lab", hovermode="closest")
     chart.update_xaxes(title_text="tool", side="top", tickangle=-35, showgrid=False, ticks="")
