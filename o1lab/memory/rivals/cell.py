@@ -56,4 +56,6 @@ def run(tool_name: str, case: str, form: str, requests: int | None, out: str, lo
         seconds = time.perf_counter() - begun
         served = work.served or work.warm_up + work.requests
         said = {**vars(found), **judge(found, work), "seconds": seconds, "served": served}
+        if found.names == "line":  # no folder of this machine in a record
+            said["place"] = "/".join(Path(found.place).parts[-2:])
     Path(out).write_text(json.dumps(said), encoding="utf-8")
