@@ -74,7 +74,7 @@ class Answer:
 @case(
     "https://github.com/ipython/ipython/issues/11572",
     "per-call leak",
-    owner="executing",
+    owner="executing_cache",
     requests_per_round=4,
     warm_up=10,
     slow=True,
