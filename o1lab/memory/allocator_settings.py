@@ -99,8 +99,10 @@ class Settings:
         )
 
     def layout(self) -> tuple[Any, ...]:
-        """What decides where blocks come to lie: all but the capacity and the collection."""
-        values = dataclasses.astuple(dataclasses.replace(self, capacity_bytes=None, garbage_collection_threshold=0.0))
+        """What decides where blocks come to lie: all but the capacity, the collection and pools that are not split."""
+        values = dataclasses.astuple(
+            dataclasses.replace(self, capacity_bytes=None, garbage_collection_threshold=0.0, no_split=False)
+        )
         return values
 
     def rounded(self, size: int) -> int:

@@ -6,8 +6,11 @@ import numpy as np
 
 from o1lab.errors import ProbeError
 from o1lab.memory.allocator import CachingAllocator
-from o1lab.memory.allocator_blocks import WHOLE, Block
-from o1lab.memory.trace import Trace
+from o1lab.memory.allocator_blocks import SMALL_SEGMENT, WHOLE, Block
+from o1lab.memory.trace import SEGMENT_MAP, SEGMENT_UNMAP, Trace
+
+NEAR = 64 << 30
+"""Bytes: two expandable segments are further apart, as each has the address space of the whole device and more."""
 
 
 def lay_start(trace: Trace, allocator: CachingAllocator) -> list[tuple[np.void, Block]]:
@@ -23,18 +26,21 @@ def lay_start(trace: Trace, allocator: CachingAllocator) -> list[tuple[np.void, 
         key = tuple(int(segment[name]) for name in ("pool", "stream", "large"))
         alone = () if segment["expandable"] else (int(segment["address"]),)  # a stream has one expandable segment
         groups.setdefault(key + alone, []).append(segment)
-    return [pair for segments in groups.values() for pair in _Row(allocator, segments).lay(trace.start_blocks)]
+    return [pair for segments in groups.values() for pair in _Row(trace, allocator, segments).lay(trace.start_blocks)]
 
 
 class _Row:
     """One segment, or the mapped ranges of one expandable segment with what is not mapped between."""
 
-    def __init__(self, allocator: CachingAllocator, segments: list[np.void]) -> None:
+    def __init__(self, trace: Trace, allocator: CachingAllocator, segments: list[np.void]) -> None:
         first = segments[0]
         self.allocator, self.segments = allocator, segments
         self.pool, self.stream = allocator.pool(int(first["pool"]), not first["large"]), int(first["stream"])
         self.at = int(first["address"])
-        self.base = self.at if first["expandable"] else None
+        self.base: int | None = None
+        if first["expandable"]:
+            page = SMALL_SEGMENT if self.pool.small else allocator.large_segment
+            self.base = self.at = _lowest(trace, self.at, self.stream, page)
         self.last: Block | None = None
         allocator.segments += 1
 
@@ -51,6 +57,8 @@ class _Row:
             inside = blocks[(blocks["address"] >= begin) & (blocks["address"] < end)]
             for row in inside[np.argsort(inside["address"], kind="stable")]:
                 place, after = int(row["address"]), int(row["address"] + row["size"])
+                if self.pool.number in allocator.whole and len(inside) == 1:
+                    after = end  # never split
                 if place < self.at or after > end or after == place:
                     raise ProbeError("the trace contradicts itself: blocks overlap at its start; it cannot be replayed")
                 self._free(place)
@@ -78,3 +86,11 @@ class _Row:
         begin, block = self.at, self._piece(end)
         block.mapped = False
         self.pool.unmapped.setdefault(self.stream, []).append((begin, block))
+
+
+def _lowest(trace: Trace, address: int, stream: int, page: int) -> int:
+    """Where an expandable segment begins: pages before its first mapped one may be mapped again later in the trace."""
+    mapping = ((trace.action == SEGMENT_MAP) | (trace.action == SEGMENT_UNMAP)) & (trace.stream == stream)
+    places = trace.address[mapping]
+    near = places[(places < address) & (places > address - NEAR) & ((address - places) % page == 0)]
+    return int(near.min(initial=address))

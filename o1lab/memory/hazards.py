@@ -101,7 +101,7 @@ class _Walk:
         self.live: dict[int, _Block] = {}
         self.starts: list[int] = []  # of blocks live or waiting
         self.gone: dict[int, _Block] = {}  # last block that began at an address
-        self.ghosts: list[tuple[int, int, _Block]] = []  # (begin, end, block freed with work perhaps still running)
+        self.ghosts: list[tuple[int, int, _Block]] = []  # begin, end, and who left work there; sorted, apart
         self.order = Order()
         self.windows = self._windows(captures)
         self.segments = Ranges()
@@ -205,15 +205,14 @@ class _Walk:
                 self._say("overlap", "error", block.row, time_us, block, text)
         if len(self.segments) and not self.segments.covers(block.address, block.end):
             self._say("outside any segment", "error", block.row, time_us, block, "no segment of the trace holds it")
+        low, high = bisect_left(self.ghosts, (block.address,)), bisect_left(self.ghosts, (block.end,))
+        low -= low > 0 and self.ghosts[low - 1][1] > block.address
         keep = []
-        for begin, end, ghost in self.ghosts:
-            if begin < block.end and end > block.address:
-                block.before.append((ghost, {**ghost.reads, **ghost.writes}))
-                pieces = ((begin, block.address), (block.end, end))
-                keep += [(left, right, ghost) for left, right in pieces if right > left]
-            else:
-                keep.append((begin, end, ghost))
-        self.ghosts = keep
+        for begin, end, ghost in self.ghosts[low:high]:
+            block.before.append((ghost, {**ghost.reads, **ghost.writes}))
+            pieces = ((begin, block.address), (block.end, end))
+            keep += [(left, right, ghost) for left, right in pieces if right > left]
+        self.ghosts[low:high] = keep
         self._enter(block)
         block.alarms = self._races(block, block.stream, block.row, time_us)
 
@@ -230,7 +229,7 @@ class _Walk:
             block.reads.pop(stream, None)
             block.writes.pop(stream, None)
         if block.reads or block.writes:
-            self.ghosts.append((block.address, block.end, block))
+            insort(self.ghosts, (block.address, block.end, block))
 
     def _settle(self, block: _Block) -> None:
         """A block that no mark uses was perhaps used by its own stream: what its allocation raised stands."""

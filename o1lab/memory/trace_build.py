@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from o1lab.memory import trace as t
+from o1lab.memory.allocator_settings import Settings, SettingsError
 from o1lab.memory.snapshot_file import MOST_BYTES, MOST_CONTAINERS, TraceFileError
 from o1lab.memory.trace_start import Backwards
 
@@ -49,7 +50,8 @@ def built(snapshot: Mapping[str, Any], device: int | None, max_entries: int | No
     own = [segment for segment in own if _get(segment, "device", int, device) == device]
     end_segments, end_blocks = _end(own, pools, sites)
     notes: list[str] = []
-    state = Backwards(end_segments, end_blocks)
+    settings = _plain_settings(snapshot.get("allocator_settings"))
+    state = Backwards(end_segments, end_blocks, _recorded(settings))
     state.run(columns, pools)
     if (columns["pool"] < 0).any():
         notes.append(
@@ -73,7 +75,7 @@ def built(snapshot: Mapping[str, Any], device: int | None, max_entries: int | No
     return t.Trace(
         **columns, pools=tuple(pools.number), sites=tuple(sites.names.number), start_segments=start_segments,
         end_segments=end_segments, start_blocks=start_blocks, end_blocks=end_blocks,
-        settings=_plain_settings(snapshot.get("allocator_settings")), capacity_bytes=capacity,
+        settings=settings, capacity_bytes=capacity,
         overflowed=overflowed, notes=tuple(notes),
     )  # fmt: skip
 
@@ -110,6 +112,18 @@ def _plain_settings(settings: Any) -> dict[str, Any]:
         if _scalar(value) or (inner and len(inner) <= 64 and all(_scalar(number) for _, number in inner)):
             kept[name] = value
     return kept
+
+
+def _recorded(settings: dict[str, Any]) -> Settings:
+    try:
+        return Settings.recorded(settings)
+    except (
+        SettingsError,
+        AttributeError,
+        TypeError,
+        ValueError,
+    ):  # of a form that no torch writes: sizes as by default
+        return Settings()
 
 
 def _scalar(value: Any) -> bool:

@@ -9,16 +9,20 @@ from typing import Any
 import numpy as np
 
 from o1lab.memory import trace as t
+from o1lab.memory.allocator_settings import Settings
 
 
 class Backwards:
     """Undo the entries from the last to the first: from the blocks at the end to the blocks at the start."""
 
-    def __init__(self, segments: np.ndarray, blocks: np.ndarray) -> None:
+    def __init__(self, segments: np.ndarray, blocks: np.ndarray, settings: Settings) -> None:
         self._rows = {int(row["address"]): list(row.tolist()) for row in segments}
         self._order = sorted(self._rows)
         self._live = {int(row["address"]): list(row.tolist()) for row in blocks}
+        self._starts = sorted(self._live)
         self._sure = set(self._live)
+        self._ends: dict[int, int] = {}
+        self._settings = settings
         self.odd = 0
         self.pools = np.zeros(0, "i4")
 
@@ -63,11 +67,20 @@ class Backwards:
             action, address, size, stream, _, pool, site = rows[index]
             segment = self._at(address)
             unknown = pool < 0 and segment is None
+            if segment is not None and action <= t.FREE_COMPLETED:
+                segment[4] = size > 1 << 20  # small and large requests never share a segment
             self.pools[index] = pool = (segment[3] if segment else 0) if pool < 0 else pool
             if action == t.ALLOC:
-                self.odd += live.pop(address, None) is None
+                if live.pop(address, None) is None:
+                    self.odd += 1
+                else:
+                    del self._starts[bisect.bisect_left(self._starts, address)]
+                    self._witness(address, segment)
                 self._sure.discard(address)
+                self._ends.pop(address, None)
             elif action == t.FREE_COMPLETED:
+                if address not in live:
+                    bisect.insort(self._starts, address)
                 live[address] = [address, 0, stream, size, pool, True, site]
                 self._sure.discard(address)
             elif action == t.FREE_REQUESTED:
@@ -85,6 +98,12 @@ class Backwards:
                     self.pools[index] = pool = names((-1, len(rows) - index)) if private is True else private
                     private = pool
                 self._add(address, size, stream, pool, action == t.SEGMENT_UNMAP)
+
+    def _witness(self, address: int, segment: list[Any] | None) -> None:
+        """A block is cut from the beginning of a free one, so the live block before it ends where it begins."""
+        spot = bisect.bisect_left(self._starts, address) - 1
+        if segment is not None and not segment[5] and spot >= 0 and self._starts[spot] >= segment[0]:
+            self._ends[self._starts[spot]] = address
 
     def _spared(self) -> bool:
         """Whether a whole free segment of the default pool stays: then what is given back is a private pool's."""
@@ -107,12 +126,12 @@ class Backwards:
         for row, after in zip(rows, [*rows[1:], None], strict=False):
             if row[0] in self._sure:
                 continue
-            segment = self._at(row[0])
-            row[1] = max(512, -(-row[3] // 512) * 512)
-            if segment is not None:
-                end = segment[0] + segment[1]
-                gap = (min(end, after[0]) if after else end) - row[0] - row[1]
-                if 0 < gap <= (1 << 20) and segment[4] and not segment[5]:
-                    row[1] += gap  # a rest this small would not have been split off
-                row[4] = segment[3]
+            begin, size, _, _, large, expandable = self._at(row[0]) or [0, 0, 0, 0, False, True]
+            row[1] = self._settings.rounded(row[3])
+            room = (min(begin + size, after[0]) if after else begin + size) - row[0]
+            unsplit = large and not expandable and row[1] >= (self._settings.max_split_size_mb or 1 << 40) << 20
+            if row[0] in self._ends and self._ends[row[0]] <= row[0] + room:
+                row[1] = max(row[1], self._ends[row[0]] - row[0])
+            elif unsplit or (0 < room - row[1] <= 1 << 20 and large and not expandable):
+                row[1] = room  # a rest this small would not have been split off
         return np.array([tuple(row) for row in rows], t.BLOCK)

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from package.trace_fixture import as_snapshot
 
-from o1lab.memory import allocator, allocator_blocks, simulate, trace
+from o1lab.memory import allocator, allocator_blocks, trace
 from o1lab.memory.allocator import CachingAllocator
 from o1lab.memory.allocator_settings import MIB, Settings, SettingsError
 from o1lab.memory.driver_addresses import DriverAddresses
+from o1lab.memory.simulate import simulate as replay
 
 FOLDER = Path(__file__).parents[1] / "data" / "traces"
 TRUTH = json.loads((FOLDER / "truth.json").read_text())
-replay = simulate.simulate
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +168,20 @@ def test_a_history_that_lost_its_beginning_is_replayed_from_the_blocks_at_its_en
     found = replay(part)
     assert max(found.error) < 0.01
     assert found.allocated[-1] == TRUTH[name]["allocated_bytes"]
+
+
+@pytest.mark.slow
+def test_nine_in_ten_histories_without_beginning_are_replayed_to_the_byte(traces):
+    exact = []
+    for recorded in traces.values():
+        for tenth in range(1, 10):
+            part = trace.from_snapshot(
+                as_snapshot(recorded, len(recorded) * tenth // 10), capacity_bytes=recorded.capacity_bytes
+            )
+            exact.append(
+                replay(part, no_split=recorded.pools[1:] if (-1, 1) in recorded.pools else False).error == (0, 0)
+            )
+    assert np.mean(exact) >= 0.9
 
 
 def test_other_settings_from_a_history_without_beginning(traces):
