@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from o1lab import stats
+from o1lab.errors import ProbeError
 from o1lab.memory import counters
 from o1lab.memory.catalogue import CHUNK_BYTES, QUIET, Case, cases
 from o1lab.memory.plants import DevicePlant, HostPlant
@@ -271,6 +274,27 @@ def _cuda() -> bool:
 
 
 COMMANDS = {one.__name__: one for one in (catalogue, floor, nulls, coverage, power, overhead)}
+
+
+def apart(command: str, runs: int | None = None) -> Figures:
+    """Run one command in a process of its own, whose heap is not that of a notebook.
+
+    Raises
+    ------
+    ProbeError
+        It failed; the message carries the last line it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        asked = [sys.executable, "-m", "o1lab.memory.accuracy", command, "--json", str(file)]
+        done = subprocess.run(
+            [*asked, *(["--runs", str(runs)] if runs else [])], capture_output=True, text=True, check=False
+        )
+        if done.returncode or not file.is_file():
+            raise ProbeError(f"{command} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        found = json.loads(file.read_text(encoding="utf-8"))
+    estimates = {name: Estimate(**value) for name, value in found["estimates"].items()}
+    return Figures(command, estimates, found["rows"], found["seconds"], found["bounds"])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -127,7 +127,8 @@ class Judge:
             return f"held: {self.answer(['device_reserved'])}" if self.replay else "cause"
         if self.grew("rss"):
             grown, free = (self.rounds.total(last, [n]) - self.rounds.total(first, [n]) for n in ("rss", "host_free"))
-            if free > 0.5 * grown or self.rates["host_free"] is None:
+            hollow = self.rates["host_free"]
+            if hollow is None or (free > 0.5 * grown and hollow.low > 0):
                 self.returned["malloc_trim"] = counters.trim()
                 return "fragmentation" if self.returned["malloc_trim"] > 0.5 * grown else "resident"
             if self.rates["rss"].low >= RESIDENT_FLOOR:  # type: ignore[union-attr]

@@ -69,15 +69,16 @@ class Rounds:
     def rate(self, numbers: Sequence[int], *names: str) -> Estimate | None:
         """Median growth per request in the rounds ``numbers``, of the sum of the named counters.
 
-        Counters of what is *held* move in steps, so that most rounds show none: theirs is a Theil–Sen slope over the
-        rounds from the first to the last of ``numbers``.
+        Counters of what is *held* move in steps: where the rounds' median shows no growth, theirs is a Theil–Sen slope
+        over the rounds from the first to the last of ``numbers``.
         """
         if any(self.value(numbers[0], name) is None for name in names):
             return None
-        if len(numbers) >= 8 and any(name in HELD for name in names):
-            span = range(numbers[0] - 1, numbers[-1] + 1)
-            return theil_sen([number * self.per_round for number in span], [self.total(n, names) for n in span], UNIT)
-        return median([(self.total(n, names) - self.total(n - 1, names)) / self.per_round for n in numbers], UNIT)
+        found = median([(self.total(n, names) - self.total(n - 1, names)) / self.per_round for n in numbers], UNIT)
+        if found.low > 0 or len(numbers) < 8 or not any(name in HELD for name in names):
+            return found
+        span = range(numbers[0] - 1, numbers[-1] + 1)
+        return theil_sen([number * self.per_round for number in span], [self.total(n, names) for n in span], UNIT)
 
     def total(self, number: int, names: Sequence[str]) -> int:
         """Sum of the named counters at the end of round ``number``, in bytes (an absent counter counts zero)."""

@@ -30,7 +30,7 @@ def test_a_planted_64_byte_leak_is_found_in_a_thousand_requests_and_a_minute(tin
     model, prompts = tiny
     begun = time.perf_counter()
     with HostPlant(64) as leak:
-        report = probe(with_plant(ServingLoop(model), leak), inputs=prompts)
+        report = probe(with_plant(ServingLoop(model), leak), inputs=prompts, owners=False, interventions=False)
         served, true = leak.calls, leak.true_bytes
     assert report.kind == "per-call leak"
     assert served <= 1000

@@ -174,12 +174,15 @@ def history_without_end(leak: bool) -> Iterator[Step]:
     "believing that captures are under way",
 )
 def failed_capture(leak: bool) -> Iterator[Step]:
-    """A capture that fails leaves its private pool behind for good. Cure: no synchronisation in what is captured."""
+    """A capture that fails leaves its private pool behind for good. Cure: capture what does not synchronise, once."""
     import torch
 
-    side = torch.cuda.Stream()
+    side, captured = torch.cuda.Stream(), []
 
     def step(number: int) -> None:
+        if captured:
+            captured[0].replay()
+            return
         graph, x = torch.cuda.CUDAGraph(), torch.ones(64, device="cuda")
         torch.cuda.synchronize()
         with contextlib.suppress(RuntimeError), torch.cuda.stream(side):
@@ -190,5 +193,6 @@ def failed_capture(leak: bool) -> Iterator[Step]:
                     y.item()  # synchronises, which a capture forbids
             finally:
                 graph.capture_end()
+            captured.append(graph)
 
     yield step

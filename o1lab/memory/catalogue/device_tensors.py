@@ -87,6 +87,7 @@ def pinned_buffers(leak: bool) -> Iterator[Step]:
     """A pinned staging buffer is made per request and kept, 60 % larger than asked. Cure: one buffer, reused."""
     import torch
 
+    torch.cuda.init()
     staging: list[Any] = []
 
     def step(number: int) -> None:
