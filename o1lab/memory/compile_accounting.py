@@ -142,7 +142,8 @@ def _triton_kernels() -> int:
         return 0
     import gc
 
-    functions = [item for item in gc.get_objects() if isinstance(item, jit.JITFunction)]
+    # by type: isinstance() would ask weak proxies, and a dead one raises
+    functions = [item for item in gc.get_objects() if issubclass(type(item), jit.JITFunction)]
     return sum(len(cache[0]) for item in functions for cache in getattr(item, "device_caches", {}).values())
 
 

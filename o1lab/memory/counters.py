@@ -4,7 +4,7 @@ Resident memory (RSS) and ``nvidia-smi`` show what the process *holds*; these co
 
 - host: glibc's ``mallinfo2`` (``uordblks + hblkhd``: bytes handed out by ``malloc`` and by its own ``mmap``) plus the
   bytes in live blocks of CPython's small-object allocator, which takes its arenas by ``mmap`` and which ``mallinfo2``
-  therefore cannot see (read from ``sys._debugmallocstats``), plus pinned blocks in use, which CUDA maps itself;
+  therefore cannot see (read from ``sys._debugmallocstats``), plus torch's pinned blocks, which CUDA maps itself;
 - device: ``allocated_bytes.all.current`` of torch's caching allocator.
 
 Source: glibc manual, "Statistics of malloc"; CPython ``Objects/obmalloc.c``; torch ``cuda.memory_stats``.
@@ -61,7 +61,7 @@ def has_exact_host() -> bool:
 class Reading:
     """One quiet reading, all in bytes; ``None`` where this machine has no such counter.
 
-    ``host_in_use``: bytes in live ``malloc`` blocks, live Python objects and pinned blocks in use. ``host_free``: bytes
+    ``host_in_use``: bytes in live ``malloc`` blocks, Python objects and torch's pinned blocks. ``host_free``: bytes
     free inside the heap. ``rss``: anonymous resident memory. ``device_allocated`` ≤ ``device_reserved``: torch's
     caching allocator. ``device_used``: the whole device as the driver sees it (all processes). ``pinned``: page-locked
     host memory that torch's host allocator owns, in use or cached (it rounds every block up to a power of two).
@@ -167,7 +167,6 @@ def read(*, collect: bool = True, driver: bool = True) -> Reading:
         Ask the driver for the device's used memory as well, which takes longer than all other counters together.
     """
     device: dict[str, int] = {}
-    pinned_in_use = 0
     if collect:
         gc.collect()
         _clear_type_cache()
@@ -183,15 +182,14 @@ def read(*, collect: bool = True, driver: bool = True) -> Reading:
         }
         if driver:
             device["device_used"] = total - free
-        pinned = torch.cuda.host_memory_stats()
-        pinned_in_use = pinned.get("active_bytes.current", 0)
-        device["pinned"] = pinned.get("allocated_bytes.current", 0)
+        # Owned, not "active": on torch 2.11 every .item() adds its 4 bytes to active_bytes and never takes them off.
+        device["pinned"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     function = _mallinfo2()
     if function is None:
         return Reading(None, None, rss_bytes(), **device)
     python = python_blocks_bytes()
     heap = function()
-    return Reading(heap.uordblks + heap.hblkhd + python + pinned_in_use, heap.fordblks, rss_bytes(), **device)
+    return Reading(heap.uordblks + heap.hblkhd + python + device.get("pinned", 0), heap.fordblks, rss_bytes(), **device)
 
 
 _freezes = 0

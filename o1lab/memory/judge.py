@@ -30,6 +30,7 @@ class Judge:
         self.unattributed: Estimate | None = None
         self.owners: list[Any] = []
         self.returned: dict[str, int] = {}
+        self.stuck: float | None = None  # growth of reserved bytes per request although the cache is emptied each time
         self.kind, self.advice = "", ""
 
     def both(self, numbers: Sequence[int]) -> Estimate | None:
@@ -68,10 +69,13 @@ class Judge:
     def decide(self) -> None:
         """Set ``kind`` and ``advice``."""
         reason = self._reason()
-        self.kind = reason if reason in ADVICE else "inconclusive"
-        self.advice = REASONS.get(reason) or ADVICE[reason]
         if reason.startswith("held: "):
-            self.kind, self.advice = reason.removeprefix("held: "), REASONS["held"]
+            reason = reason.removeprefix("held: ")
+            self.kind = reason if reason in ADVICE else "inconclusive"
+            self.advice = REASONS["cause" if reason == "cause" else "held"]
+        else:
+            self.kind = reason if reason in ADVICE else "inconclusive"
+            self.advice = REASONS.get(reason) or ADVICE[reason]
         if (
             self.eager is not None
             and self.total is not None
@@ -116,15 +120,11 @@ class Judge:
         """Nothing in use grows: does what the process or the allocator *holds*?"""
         first, last = self.warm, self.numbers[-1]
         if self.grew("device_reserved"):
-            import torch
-
-            self.returned["empty_cache"] = before = torch.cuda.memory_reserved()
-            torch.cuda.empty_cache()
-            self.returned["empty_cache"] -= torch.cuda.memory_reserved()
-            grown = self.rounds.total(last, ["device_reserved"]) - self.rounds.total(first, ["device_reserved"])
-            if self.returned["empty_cache"] > 0.5 * min(grown, before):
+            rate = self.rates["device_reserved"]
+            assert rate is not None
+            if self.stuck is not None and self.stuck < 0.5 * rate.value:
                 return "fragmentation"
-            return f"held: {self.answer(['device_reserved'])}" if self.replay else "cause"
+            return f"held: {self.answer(['device_reserved'])}"
         if self.grew("rss"):
             grown, free = (self.rounds.total(last, [n]) - self.rounds.total(first, [n]) for n in ("rss", "host_free"))
             hollow = self.rates["host_free"]

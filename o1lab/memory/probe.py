@@ -26,6 +26,7 @@ from o1lab.memory.rounds import Rounds, quiet_process
 
 REPLAY_ROUNDS = 7  # the first settles what meeting a batch twice costs
 OWNER_ROUNDS = 2
+EMPTIED_ROUNDS = 3
 OWNER_SECONDS = 30.0  # an idle core takes two to three for half a million objects
 
 
@@ -89,7 +90,9 @@ def probe(
         raise ProbeError(f"rounds={rounds} cannot be judged: a 95 % interval of a median needs at least 6")
     if requests_per_round < 1 or warm_up < 1:
         raise ProbeError(f"requests_per_round={requests_per_round} and warm_up={warm_up} must be at least 1")
-    serve, source = _as_step(step, inputs, (rounds + warm_up + 1 + REPLAY_ROUNDS + OWNER_ROUNDS) * requests_per_round)
+    serve, source = _as_step(
+        step, inputs, (rounds + warm_up + 1 + 2 * REPLAY_ROUNDS + OWNER_ROUNDS + EMPTIED_ROUNDS) * requests_per_round
+    )
     with quiet_process():
         return _Probe(serve, source, rounds, requests_per_round, warm_up, floor, owners, interventions, progress).run()
 
@@ -163,6 +166,8 @@ class _Probe:
         if judge.needs_replay():
             again = [self.serve(replay=True) for _ in range(REPLAY_ROUNDS)]
             judge.replay = again[1:]
+        if judge.grew("device_reserved"):
+            self.empty(judge)
         if self.interventions and judge.grown():
             self.intervene(judge)
         judge.decide()
@@ -171,6 +176,19 @@ class _Probe:
         if self.interventions and judge.grown() and _compiled():
             judge.returned["dynamo.reset"] = _freed(_reset_dynamo)
         return judge.report(time.perf_counter() - begun)
+
+    def empty(self, judge: Judge) -> None:
+        """Empty the allocator's cache, serve some more rounds, empty it again: what stays could not be given back."""
+        import torch
+
+        before = torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()
+        first = torch.cuda.memory_reserved()
+        judge.returned["empty_cache"] = before - first
+        for _ in range(EMPTIED_ROUNDS):
+            self.requests()
+        torch.cuda.empty_cache()
+        judge.stuck = (torch.cuda.memory_reserved() - first) / (EMPTIED_ROUNDS * self.per_round)
 
     def intervene(self, judge: Judge) -> None:
         """Clear cuBLAS workspaces; run the same kind of rounds with compiled code switched off."""

@@ -233,7 +233,7 @@ def fake_gpu(monkeypatch):
     return switched
 
 
-ON = {*native.KINDS, 1, "DRIVER"}  # one runtime call is ours, no driver call: then all of those
+ON = {*native.KINDS}
 
 
 def failing(cupti):

@@ -219,6 +219,26 @@ def test_the_judge_on_made_up_readings(changed, kind):
     assert judge.kind == kind
 
 
+@pytest.mark.parametrize(
+    ("stuck", "again", "kind"),
+    [
+        (0.0, 10**6, "fragmentation"),  # the cache could be given back
+        (9e4, 10**6, "per-call leak"),  # pools that nothing reclaims, also on replay
+        (9e4, 0, "keyed growth"),
+    ],
+)
+def test_reserved_memory_that_cannot_be_given_back_is_a_leak(stuck, again, kind):
+    reserved = [10**8 + n * 10**6 for n in range(13)]
+    reserved += [reserved[-1] + again * n for n in range(1, 8)]
+    device = {"device_allocated": [10**7] * 20, "device_reserved": reserved, "device_used": [10**9] * 20}
+    judge = Judge(ledger({**STEADY, **device}), 1, range(2, 13), 16.0)
+    judge.replay, judge.stuck = range(14, 20), stuck
+    assert judge.needs_replay()
+    judge.decide()
+    assert judge.kind == kind
+    assert judge.advice
+
+
 def test_a_lost_device_is_named(monkeypatch):
     calls = itertools.count()
 
