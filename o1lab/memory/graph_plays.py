@@ -10,6 +10,7 @@ from o1lab.memory.graph_raw import Raw
 
 
 def inside(r: Raw, size: int) -> None:
+    """Allocated and freed in one graph on one stream."""
     s = r.stream()
     with r.capture(s) as g:
         a = r.books.malloc(size, s, "g")
@@ -20,6 +21,7 @@ def inside(r: Raw, size: int) -> None:
 
 
 def free_after(r: Raw, size: int) -> None:
+    """Allocated in the graph, freed outside it after each replay."""
     s = r.stream()
     with r.capture(s) as g:
         a = r.books.malloc(size, s, "g")
@@ -30,6 +32,7 @@ def free_after(r: Raw, size: int) -> None:
 
 
 def free_inside(r: Raw, size: int) -> None:
+    """Allocated before the graph, freed inside it."""
     s = r.stream()
     a = r.books.malloc(size, s)
     with r.capture(s) as g:
@@ -39,6 +42,7 @@ def free_inside(r: Raw, size: int) -> None:
 
 
 def other_stream(r: Raw, size: int) -> None:
+    """Freed on another stream of the same capture, joined by events."""
     s, t = r.stream(), r.stream()
     with r.capture(s) as g:
         a = r.books.malloc(size, s, "g")
@@ -51,6 +55,7 @@ def other_stream(r: Raw, size: int) -> None:
 
 
 def other_stream_no_event(r: Raw, size: int) -> None:
+    """Freed outside, on a stream that nothing orders."""
     s, t = r.stream(), r.stream()
     with r.capture(s) as g:
         a = r.books.malloc(size, s, "g")
@@ -60,6 +65,7 @@ def other_stream_no_event(r: Raw, size: int) -> None:
 
 
 def two_graphs(r: Raw, size: int) -> None:
+    """Allocated in one graph, freed in another."""
     s = r.stream()
     with r.capture(s) as first:
         a = r.books.malloc(size, s, "first")
@@ -72,6 +78,7 @@ def two_graphs(r: Raw, size: int) -> None:
 
 
 def as_written(r: Raw, size: int) -> None:
+    """Both calls outside; the graph only uses the pointer."""
     s = r.stream()
     a = r.books.malloc(size, s)
     with r.capture(s) as g:
@@ -81,6 +88,7 @@ def as_written(r: Raw, size: int) -> None:
 
 
 def forgotten(r: Raw, size: int) -> None:
+    """Allocated in the graph, never freed: the control."""
     s = r.stream()
     with r.capture(s) as g:
         a = r.books.malloc(size, s, "g")
@@ -104,11 +112,13 @@ class Torch:
         return torch.cuda.graph(self.graphs[-1], pool=pool)
 
     def replay(self, times: int = 3) -> None:
+        """Replay every graph."""
         for _ in range(times):
             for graph in self.graphs:
                 graph.replay()
 
     def empty(self, size: int) -> Any:
+        """A tensor of ``size`` bytes."""
         import torch
 
         return torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -136,6 +146,7 @@ class Torch:
 
 
 def torch_inside(r: Torch, size: int) -> None:
+    """A temporary of the captured region."""
     with r.graph():
         x = r.empty(size)
         x.fill_(1)
@@ -144,6 +155,7 @@ def torch_inside(r: Torch, size: int) -> None:
 
 
 def torch_free_after(r: Torch, size: int) -> None:
+    """An output dropped after the replays."""
     with r.graph():
         x = r.empty(size)
         x.fill_(1)
@@ -152,6 +164,7 @@ def torch_free_after(r: Torch, size: int) -> None:
 
 
 def torch_free_inside(r: Torch, size: int) -> None:
+    """A tensor from before, dropped during the capture."""
     import torch
 
     x = r.empty(size)
@@ -165,6 +178,7 @@ def torch_free_inside(r: Torch, size: int) -> None:
 
 
 def torch_other_stream(r: Torch, size: int) -> None:
+    """``record_stream`` during the capture."""
     import torch
 
     side = torch.cuda.Stream()
@@ -184,6 +198,7 @@ def torch_other_stream(r: Torch, size: int) -> None:
 
 
 def torch_other_stream_after(r: Torch, size: int) -> None:
+    """An output used and dropped on another stream."""
     import torch
 
     side = torch.cuda.Stream()
@@ -199,6 +214,7 @@ def torch_other_stream_after(r: Torch, size: int) -> None:
 
 
 def torch_two_graphs(r: Torch, size: int) -> None:
+    """Allocated in one graph, dropped during the capture of another."""
     with r.graph():
         x = r.empty(size)
         x.fill_(1)
@@ -209,6 +225,7 @@ def torch_two_graphs(r: Torch, size: int) -> None:
 
 
 def torch_forgotten(r: Torch, size: int) -> None:
+    """The output is kept for ever: the control."""
     with r.graph():
         r.kept.append(r.empty(size))
         r.kept[-1].fill_(1)

@@ -109,6 +109,7 @@ class Raw:
         self.events: list[Any] = []
 
     def stream(self) -> Any:
+        """A new non-blocking stream."""
         self.streams.append(call(self.cudart.cudaStreamCreateWithFlags(self.cudart.cudaStreamNonBlocking)))
         return self.streams[-1]
 
@@ -140,11 +141,13 @@ class Raw:
             made += [graph, executable]
 
     def launch(self, made: Sequence[Any], stream: Any, key: Any) -> None:
+        """Launch an instantiated graph and note what it allocates and frees."""
         if made:
             call(self.cudart.cudaGraphLaunch(made[1], stream))
             self.books.launched(key)
 
     def fill(self, address: int, size: int, stream: Any) -> None:
+        """Write to the block on ``stream``."""
         call(self.cudart.cudaMemsetAsync(address, 1, size, stream))
 
     def held(self) -> tuple[int, int]:

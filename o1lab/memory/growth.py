@@ -184,6 +184,7 @@ class Growth:
         return sorted((group for group in found if group.total > 0), key=lambda group: -group.total)
 
     def paths(self, top: int) -> list[OwnerPath]:
+        """The largest ``top`` owners, as paths."""
         self.collect()
         merged: dict[tuple[str, str], list[tuple[_Group, Words]]] = {}
         for group in self.settle()[:NAMED_GROUPS]:

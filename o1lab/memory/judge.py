@@ -40,7 +40,7 @@ class Judge:
 
     def grew(self, name: str) -> bool:
         """Whether a counter grows for certain; what is only held needs a coarser floor than what is in use."""
-        floor = {"rss": RSS_FLOOR, "device_used": DRIVER_FLOOR}.get(name, self.floor)
+        floor = {"rss": RSS_FLOOR, "host_free": RSS_FLOOR, "device_used": DRIVER_FLOOR}.get(name, self.floor)
         rate = self.rates[name]
         return rate is not None and rate.low >= floor
 
@@ -125,14 +125,13 @@ class Judge:
             if self.stuck is not None and self.stuck < 0.5 * rate.value:
                 return "fragmentation"
             return f"held: {self.answer(['device_reserved'])}"
-        if self.grew("rss"):
-            grown, free = (self.rounds.total(last, [n]) - self.rounds.total(first, [n]) for n in ("rss", "host_free"))
-            hollow = self.rates["host_free"]
-            if hollow is None or (free > 0.5 * grown and hollow.low > 0):
-                self.returned["malloc_trim"] = counters.trim()
-                return "fragmentation" if self.returned["malloc_trim"] > 0.5 * grown else "resident"
-            if self.rates["rss"].low >= RESIDENT_FLOOR:  # type: ignore[union-attr]
-                return "resident"
+        if self.grew("host_free"):  # the heap gets longer while what is in it does not get more
+            self.returned["malloc_trim"] = counters.trim()
+            grown = self.rounds.total(last, ["host_free"]) - self.rounds.total(first, ["host_free"])
+            if self.returned["malloc_trim"] > 0.5 * grown:
+                return "fragmentation"
+        if self.grew("rss") and self.rates["rss"].low >= RESIDENT_FLOOR:  # type: ignore[union-attr]
+            return "resident"
         return "driver" if self.grew("device_used") else "none"
 
     def report(self, seconds: float) -> LeakReport:

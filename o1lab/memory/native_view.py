@@ -146,10 +146,13 @@ def timeline_figure(trace: Trace) -> Any:
     kernel_ms = sum(b - a for a, b in spans) / 1e6
     figure.update_layout(
         template="o1lab", showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-        title_text=f"{len(trace.blocks):,} blocks in {len(trace.segments):,} new segments,<br>"
+        margin={"t": 150, "r": 40},
+        title_text=f"{len(trace.blocks):,} blocks; new segments: {len(trace.segments):,};<br>"
         f"device busy {kernel_ms:,.1f} of {(trace.end_ns - trace.begin_ns) / 1e6:,.1f} ms",
     )  # fmt: skip
-    figure.update_xaxes(title_text="time since the recording began (ms)")
+    figure.update_xaxes(
+        title_text="time since the recording began (ms)", range=[0, (trace.end_ns - trace.begin_ns) / 1e6]
+    )
     figure.update_yaxes(title_text="device memory (MiB)")
     return figure
 

@@ -36,6 +36,7 @@ class Sizes:
         return self.is_tensor(kind) or kind.__name__ in ("UntypedStorage", "ndarray")
 
     def is_storage(self, obj: Any) -> bool:
+        """Whether it is a torch storage, of any class."""
         return type(obj).__name__ == "UntypedStorage"
 
     def storage(self, tensor: Any) -> int:
@@ -108,6 +109,7 @@ class Sizes:
 
 
 def grad_fn(tensor: Any) -> Any:
+    """The tensor\'s place in an autograd graph, or ``None``."""
     try:
         return tensor.grad_fn
     except (RuntimeError, NotImplementedError):

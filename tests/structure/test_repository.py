@@ -27,14 +27,16 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 MODULE_LINES, MODULE_WARNING = 400, 300
 # Lines of code (no docstrings, comments, blank lines) by part. The whole was to stay under 8 000 lines of text; the
 # leak lab outgrew that (LOG.md, "What size costs"), so each part now has a ceiling of its own, and growth is seen.
-CODE_LINES = {"": 4000, "models": 600, "memory": 6900, "memory/catalogue": 1100, "memory/rivals": 620}
+CODE_LINES = {"": 4000, "models": 600, "memory": 7300, "memory/catalogue": 1200, "memory/rivals": 720}
+APART = ("native", "rivals")  # extras that `make` does not install: one vendor's tracer, and other people's tools
 SOURCES = sorted(paths.PACKAGE.rglob("*.py"))
 CONDA_NAMES = {"pytorch": "torch", "python-kaleido": "kaleido"}
 
 
-def requirements() -> dict[str, str]:
-    """Every requirement of pyproject.toml, extras included: canonical name -> bounds."""
-    lines = [*PROJECT["project"]["dependencies"], *sum(PROJECT["project"]["optional-dependencies"].values(), [])]
+def requirements(without: tuple[str, ...] = ()) -> dict[str, str]:
+    """Every requirement of pyproject.toml, extras but ``without`` included: canonical name -> bounds."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    lines = [*PROJECT["project"]["dependencies"], *sum((extras[name] for name in extras if name not in without), [])]
     parsed = [Requirement(line) for line in lines]
     return {canonicalize_name(one.name): str(one.specifier) for one in parsed}
 
@@ -59,7 +61,7 @@ def test_environment_yml_equals_pyproject():
         found[canonicalize_name(CONDA_NAMES.get(one.name, one.name))] = str(one.specifier)
     assert found.pop("python") == PROJECT["project"]["requires-python"]
     assert found.pop("pip") == ""
-    assert found == requirements()
+    assert found == requirements(without=APART)
 
 
 def test_every_requirement_has_a_lower_bound_that_its_pin_meets():
@@ -80,7 +82,8 @@ def test_pins_are_exact_sorted_and_without_build_suffix():
 def closure() -> dict[str, str]:
     """Installed distributions that the project and all its extras need here: canonical name -> version."""
     project = PROJECT["project"]
-    queue = [Requirement(line) for line in sum(project["optional-dependencies"].values(), project["dependencies"])]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in APART}
+    queue = [Requirement(line) for line in sum(extras.values(), project["dependencies"])]
     found: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     while queue:
