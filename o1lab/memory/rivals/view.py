@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 MARKS = {
     "right": ("✓", "#0072B2", "leak found, cure silent; or nothing to find and silent"),
     "missed": ("missed", "#d9d9d9", "leak not found"),
-    "alarm": ("✗ alarm", "#D55E00", "reports growth where nothing leaks"),
+    "alarm": ("alarm", "#D55E00", "reports growth where nothing leaks"),
     "no answer": ("–", "#ffffff", "does not run here, or is not made for it"),
 }
 ORDER = list(MARKS)
@@ -27,8 +27,9 @@ SHORT = {
 }
 """What a narrow cell says instead of an answer."""
 LEGEND = (
-    "✓ found, silent once cured (or: nothing leaks, silent) · k right kind · o right owner · l right line<br>"
-    "✗ reports growth where nothing leaks · – not its job · below the line nothing leaks in either form"
+    "✓ found, silent once cured (or: nothing leaks, silent)<br>"
+    "k right kind · o right owner · l right line · alarm: reports growth where nothing leaks<br>"
+    "below the line nothing leaks in either form · empty: not run"
 )
 
 
@@ -136,6 +137,8 @@ def figure(table: pd.DataFrame) -> go.Figure:
 
     from o1lab import plots
 
+    answered = table.tool[table.status == "ran"].unique()
+    table = table[table.tool.isin(answered)] if len(answered) else table  # a tool without one answer has no column
     table = table.sort_values("group", key=lambda group: group != "leak", kind="stable")  # leaks above, the rest below
     tools, cases = list(dict.fromkeys(table.tool)), list(dict.fromkeys(table.case))
     rows = {(row.case, row.tool): row for row in table.itertuples()}
@@ -163,9 +166,17 @@ def figure(table: pd.DataFrame) -> go.Figure:
         showarrow=False, font={"size": 14},
     )  # fmt: skip
     heading = "<br>".join(textwrap.wrap(title(table), plots.TITLE_COLUMNS + 14))
-    margin = {"l": 260, "r": 60, "t": 225, "b": 70}
+    margin = {"l": 260, "r": 60, "t": 225, "b": 90}
     chart.update_layout(title_text=heading, height=margin["t"] + margin["b"] + 24 * len(cases), margin=margin)
     chart.update_layout(template="o1lab", hovermode="closest")
-    chart.update_xaxes(title_text="tool", side="top", tickangle=-35, showgrid=False, ticks="")
-    chart.update_yaxes(title_text="case", autorange="reversed", showgrid=False, ticks="", tickfont={"size": 13})
+    chart.update_xaxes(title_text="tool", title_standoff=90, side="top", tickangle=-35, showgrid=False, ticks="")
+    chart.update_yaxes(
+        title_text="case",
+        title_standoff=24,
+        automargin=True,
+        autorange="reversed",
+        showgrid=False,
+        ticks="",
+        tickfont={"size": 13},
+    )
     return chart
