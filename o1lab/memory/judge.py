@@ -15,6 +15,7 @@ RESIDENT_FLOOR = 1024.0  # B/request of resident memory while the heap does not 
 DRIVER_FLOOR = 4096.0  # B/request: other processes on the device move the driver's figure too
 DWARFED = 20.0  # a segment or a foreign allocation costs a few kB of bookkeeping on the host
 SHRINK_FLOOR = 64.0  # B/request: type objects and free lists may give a little back for a while
+FLOORS = {"rss": RSS_FLOOR, "host_free": RSS_FLOOR, "device_used": DRIVER_FLOOR}
 LAZY_BYTES = 1 << 20  # garbage in cycles at a round's end: any Python program has some, a MiB of it is worth a word
 
 
@@ -40,13 +41,27 @@ class Judge:
 
     def grew(self, name: str) -> bool:
         """Whether a counter grows for certain; what is only held needs a coarser floor than what is in use."""
-        floor = {"rss": RSS_FLOOR, "host_free": RSS_FLOOR, "device_used": DRIVER_FLOOR}.get(name, self.floor)
+        floor = FLOORS.get(name, self.floor)
         rate = self.rates[name]
         return rate is not None and rate.low >= floor
 
     def grown(self) -> list[str]:
         """The in-use counters that grow."""
         return [name for name in IN_USE if self.grew(name)]
+
+    def late(self) -> bool:
+        """Whether a counter that shows no growth over all the rounds grew in each of the last three."""
+        names = [name for name in (*IN_USE, "host_free", "device_reserved") if self.rates[name] is not None]
+        ends = self.numbers[-3:]
+        return any(
+            not self.grew(name)
+            and all(
+                self.rounds.total(n, [name]) - self.rounds.total(n - 1, [name])
+                > FLOORS.get(name, self.floor) * self.rounds.per_round
+                for n in ends
+            )
+            for name in names
+        )
 
     def needs_replay(self) -> bool:
         """Whether a replay would say more: something in use, or held by torch, grows."""

@@ -53,7 +53,8 @@ def probe(
         The requests, taken in order and cycled; of a generator only as many are drawn as the rounds need. Without it
         ``x`` is the request's number 0, 1, 2, …
     rounds : int
-        Judged rounds, at least 6 (fewer give no 95 % interval of a median).
+        Judged rounds, at least 6 (fewer give no 95 % interval of a median). If something only begins to grow in the
+        last of them, as many again are served and judged instead.
     requests_per_round : int
         Equal work in each round; a leak smaller than ``floor`` per request stays unseen.
     warm_up : int
@@ -91,7 +92,9 @@ def probe(
     if requests_per_round < 1 or warm_up < 1:
         raise ProbeError(f"requests_per_round={requests_per_round} and warm_up={warm_up} must be at least 1")
     serve, source = _as_step(
-        step, inputs, (rounds + warm_up + 1 + 2 * REPLAY_ROUNDS + OWNER_ROUNDS + EMPTIED_ROUNDS) * requests_per_round
+        step,
+        inputs,
+        (2 * rounds + warm_up + 1 + 2 * REPLAY_ROUNDS + OWNER_ROUNDS + EMPTIED_ROUNDS) * requests_per_round,
     )
     with quiet_process():
         return _Probe(serve, source, rounds, requests_per_round, warm_up, floor, owners, interventions, progress).run()
@@ -125,7 +128,7 @@ class _Probe:
         self.want_owners, self.interventions = owners, interventions
         self.batch: list[Any] = []
         self.served = 0
-        self.rounds = Rounds(rounds + warm_up + 3 * REPLAY_ROUNDS + 4, requests_per_round)
+        self.rounds = Rounds(2 * rounds + warm_up + 3 * REPLAY_ROUNDS + 4, requests_per_round)
 
     def requests(self, *, replay: bool = False) -> None:
         """The requests of one round."""
@@ -163,6 +166,11 @@ class _Probe:
         for _ in steps:
             self.serve()
         judge = Judge(self.rounds, warm, range(warm + 1, self.rounds.count), self.floor)
+        if judge.late():
+            warm = self.rounds.count - 1
+            for _ in range(self.judged):
+                self.serve()
+            judge = Judge(self.rounds, warm, range(warm + 1, self.rounds.count), self.floor)
         if judge.needs_replay():
             again = [self.serve(replay=True) for _ in range(REPLAY_ROUNDS)]
             judge.replay = again[1:]
