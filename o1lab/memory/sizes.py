@@ -26,6 +26,7 @@ class Sizes:
         self.walked = 0
 
     def is_tensor(self, kind: type) -> bool:
+        """Whether objects of this class are tensors."""
         found = self.by_type.get(kind)
         if found is None:
             found = self.by_type[kind] = self.tensor in kind.__mro__ if self.tensor is not None else False
