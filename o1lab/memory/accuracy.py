@@ -297,11 +297,20 @@ def apart(command: str, runs: int | None = None) -> Figures:
     return Figures(command, estimates, found["rows"], found["seconds"], found["bounds"])
 
 
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    return value
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; exit status 0."""
     parser = argparse.ArgumentParser(prog="python -m o1lab.memory.accuracy", description=__doc__.split("\n")[0])
     parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("--runs", type=int, help="how many runs (catalogue: cases); default: enough for the figure")
+    parser.add_argument(
+        "--runs", type=_at_least_one, help="how many runs (catalogue: cases); default: enough for the figure"
+    )
     parser.add_argument("--where", choices=("cpu", "cuda"), help="catalogue only: cases of this kind")
     parser.add_argument("--json", type=Path, help="also write estimates and rows here")
     options = parser.parse_args(arguments)

@@ -55,6 +55,13 @@ class Settings:
     no_split: bool | tuple[tuple[int, int], ...] = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.expandable_segments, bool):
+            raise SettingsError(f"expandable_segments={self.expandable_segments!r}: True or False")
+        for name in ("max_split_size_mb", "max_non_split_rounding_mb", "garbage_collection_threshold",
+                     "large_segment_size_mb", "capacity_bytes"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise SettingsError(f"{name}={value!r}: a number")
         object.__setattr__(self, "roundup_power2_divisions", _divisions(self.roundup_power2_divisions))
         for name in ("max_split_size_mb", "max_non_split_rounding_mb"):
             value = getattr(self, name)

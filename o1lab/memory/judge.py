@@ -31,6 +31,7 @@ class Judge:
         self.unattributed: Estimate | None = None
         self.owners: list[Any] = []
         self.returned: dict[str, int] = {}
+        self.rare = False  # growth in jumps, seen in two sets of rounds
         self.stuck: float | None = None  # growth of reserved bytes per request although the cache is emptied each time
         self.kind, self.advice = "", ""
 
@@ -63,6 +64,17 @@ class Judge:
             for name in names
         )
 
+    def jumped(self) -> bool:
+        """Whether memory in use grew by more than the floor on the whole, though not in most rounds."""
+        served = len(self.numbers) * self.rounds.per_round
+        return any(
+            not self.grew(name)
+            and sum(self.rounds.total(n, [name]) - self.rounds.total(n - 1, [name]) for n in self.numbers)
+            > self.floor * served
+            for name in IN_USE
+            if self.rates[name] is not None
+        )
+
     def needs_replay(self) -> bool:
         """Whether a replay would say more: something in use, or held by torch, grows."""
         return bool(self.grown()) or self.grew("device_reserved")
@@ -77,8 +89,14 @@ class Judge:
             assert first is not None
             if again is None or (min(again.low, -again.high) < -2 * first.value and again.low < 0):
                 answers.add("inconclusive")
-            else:
-                answers.add("keyed growth" if again.value < max(self.floor, 0.1 * first.value) else "per-call leak")
+                continue
+            least = max(self.floor, 0.1 * first.value)
+            served = len(self.replay) * self.rounds.per_round
+            mean = sum(self.rounds.total(n, [name]) - self.rounds.total(n - 1, [name]) for n in self.replay) / served
+            if again.value >= least:
+                answers.add("per-call leak")
+            else:  # a few requests that leak in a few of the replayed rounds are no proof of a cache
+                answers.add("keyed growth" if mean < least else "inconclusive")
         return answers.pop() if len(answers) == 1 else "per-call leak" if "per-call leak" in answers else "inconclusive"
 
     def decide(self) -> None:
@@ -90,7 +108,7 @@ class Judge:
             self.advice = REASONS["cause" if reason == "cause" else "held"]
         else:
             self.kind = reason if reason in ADVICE else "inconclusive"
-            self.advice = REASONS.get(reason) or ADVICE[reason]
+            self.advice = (REASONS.get(reason) or ADVICE[reason]).format(floor=self.floor)
         if (
             self.eager is not None
             and self.total is not None
@@ -115,8 +133,8 @@ class Judge:
             if late and not any(rate is not None and rate.value >= self.floor for rate in late):
                 return "warm-up"
             return self.answer(names)
-        if any(rate is not None and rate.value > self.floor for rate in rates):
-            return "inconclusive"
+        if self.rare or any(rate is not None and rate.value > self.floor for rate in rates):
+            return "rare" if self.rare or self.jumped() else "inconclusive"
         if self.garbage():
             return "lazy gc"
         return self._held()
@@ -160,4 +178,5 @@ class Judge:
             rates["device_reserved"], rates["device_used"], again["host_in_use"], again["device_allocated"], self.eager,
             tuple(self.rounds.reading(number) for number in range(last + 1)), self.warm, self.rounds.per_round,
             int(self.rounds.pending[last]), seconds, self.advice, self.returned, self.owners, self.unattributed,
+            self.floor,
         )  # fmt: skip

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from o1lab.memory.owners import OwnerPath
 
 FLOOR = 16.0  # B/request: half of glibc's smallest chunk, i.e. one 32-byte chunk every second request
+NOTEWORTHY = 4096  # bytes: less that an intervention gives back is noise
 ADVICE = {
-    "none": f"Nothing grows by {FLOOR:g} B/request or more, the floor. Longer rounds lower what could still hide.",
+    "none": "Nothing grows by {floor:g} B/request or more, the floor. Longer rounds lower what could still hide.",
     "per-call leak": "Every request leaves memory behind, also when inputs repeat: look for what each call appends to, "
     "registers or keeps alive (lists, hooks, exceptions, autograd history, native code), or for a bounded buffer "
     "that is not full yet.",
@@ -34,6 +35,8 @@ ADVICE = {
 REASONS = {  # of kinds that need another word than their own
     "shrinks": "In-use memory falls round after round: something filled earlier is released. Let it settle.",
     "threads": "Threads started by the step outlive it, so rounds end unquiet. Join them in the step.",
+    "rare": "It grows in jumps: some rounds do, most do not. A few requests leak, an error path perhaps, or a table "
+    "doubles. Use many more requests per round, so that every round holds several of them.",
     "cause": "It grows, but not one round repeated the inputs of the round before, so a leak per call cannot be told "
     "from a cache keyed by the input. End some rounds with round(replay=True).",
     "held": "The allocator holds more after every request and gives nothing back (pools of CUDA graphs or of failed "
@@ -59,7 +62,7 @@ class Horizon(NamedTuple):
         return f"{readable(self.soonest, 3)} h to {latest}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LeakReport:
     """What :func:`~o1lab.memory.probe` found.
 
@@ -82,7 +85,8 @@ class LeakReport:
     owners : list of OwnerPath
         Who holds what grew, largest first: a path from a name that a person can edit.
     unattributed : Estimate or None
-        Growth that no Python object holds, in bytes per request; ``None`` where owners were not looked for.
+        Growth that no Python object holds, in bytes per request (native code, C++ bodies of tensors; below zero where
+        objects report more than the heap gave them); ``None`` where owners were not looked for.
     returned : dict of str to int
         Bytes that an intervention got back: ``gc``, ``empty_cache``, ``workspaces``, ``malloc_trim``,
         ``dynamo.reset``.
@@ -90,8 +94,9 @@ class LeakReport:
         One quiet reading per round end, warm-up rounds first; ``warm_up`` says how many of the rounds were warm-up.
     pending_bytes : int
         Host plus device bytes that the collector freed at the end of the last judged round.
-    requests_per_round, seconds, advice
-        Requests in a round, time taken in seconds, and a sentence of what to do.
+    requests_per_round, seconds, advice, floor
+        Requests in a round, time taken in seconds, a sentence of what to do, and the bytes per request that count as
+        growth. Garbage in cycles is worth a "lazy gc" from 1 MiB a round on.
     """
 
     kind: str
@@ -113,6 +118,10 @@ class LeakReport:
     returned: dict[str, int] = field(default_factory=dict)
     owners: list[OwnerPath] = field(default_factory=list)
     unattributed: Estimate | None = None
+    floor: float = FLOOR
+
+    def __repr__(self) -> str:
+        return str(self)
 
     @property
     def requests(self) -> int:
@@ -122,7 +131,7 @@ class LeakReport:
     @property
     def grows(self) -> bool:
         """Whether memory in use grows for certain, whatever the cause."""
-        return any(e is not None and e.low >= FLOOR for e in (self.host, self.device)) and self.kind != "warm-up"
+        return any(e is not None and e.low >= self.floor for e in (self.host, self.device)) and self.kind != "warm-up"
 
     @property
     def balance(self) -> Reading:
@@ -163,7 +172,7 @@ class LeakReport:
         return steps, [getattr(reading, counter) - first for reading in judged]
 
     def hours_to_oom(
-        self, requests_per_second: float, *, free_bytes: float | None = None, where: str = "host"
+        self, requests_per_second: float, *, free_bytes: float | None = None, where: str | None = None
     ) -> Horizon:
         """Hours until ``free_bytes`` are used up at a request rate, as the range that the rate's interval gives.
 
@@ -172,7 +181,8 @@ class LeakReport:
         free_bytes : float, optional
             Default: what is available now (device: free on the current GPU; host: available memory of the machine or
             the container).
-        where : {"host", "device"}
+        where : {"host", "device"}, optional
+            Default: whichever is full first.
 
         Raises
         ------
@@ -181,9 +191,20 @@ class LeakReport:
         """
         from o1lab import host
 
-        rate = {"host": self.host, "device": self.device}.get(where)
-        if rate is None or not requests_per_second > 0:
-            raise ProbeError(f"no horizon: where={where!r} has no rate here, or {requests_per_second=} is not positive")
+        rates = {"host": self.host, "device": self.device}
+        if where not in (None, *rates):
+            raise ProbeError(f"where={where!r}: a horizon is for 'host' or 'device'")
+        if not requests_per_second > 0 or (free_bytes is not None and not free_bytes > 0):
+            raise ProbeError(f"{requests_per_second=} and {free_bytes=} must be positive")
+        if where is None:
+            known = [name for name, rate in rates.items() if rate is not None]
+            every = [self.hours_to_oom(requests_per_second, free_bytes=free_bytes, where=name) for name in known]
+            if not every:
+                raise ProbeError("this machine has no exact counter, so there is no rate to go by")
+            return min(every)
+        rate = rates[where]
+        if rate is None:
+            raise ProbeError(f"where={where!r} has no rate here: no such counter on this machine")
         if free_bytes is None and where == "device":
             import torch
 
@@ -202,7 +223,7 @@ class LeakReport:
             value = getattr(self, name)
             if value is not None:
                 lines.append(f"  {name.replace('_', ' '):<14} {value}")
-        lines += [f"  {name} gave back {size:,} B" for name, size in self.returned.items() if size > 0]
+        lines += [f"  {name} gave back {size:,} B" for name, size in self.returned.items() if size > NOTEWORTHY]
         lines += [
             f"  held by        {owner.path} · {owner.bytes:,} B in {owner.count} {owner.what}"
             for owner in self.owners[:3]

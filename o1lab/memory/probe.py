@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import itertools
 import sys
 import time
@@ -22,7 +23,7 @@ from o1lab.errors import ProbeError
 from o1lab.memory import counters
 from o1lab.memory.judge import Judge
 from o1lab.memory.leak_report import FLOOR, LeakReport
-from o1lab.memory.rounds import Rounds, quiet_process
+from o1lab.memory.rounds import Rounds, check_counts, check_floor, quiet_process
 
 REPLAY_ROUNDS = 7  # the first settles what meeting a batch twice costs
 OWNER_ROUNDS = 2
@@ -54,7 +55,7 @@ def probe(
         ``x`` is the request's number 0, 1, 2, …
     rounds : int
         Judged rounds, at least 6 (fewer give no 95 % interval of a median). If something only begins to grow in the
-        last of them, as many again are served and judged instead.
+        last of them, or only in a few of them, as many again are served and judged instead.
     requests_per_round : int
         Equal work in each round; a leak smaller than ``floor`` per request stays unseen.
     warm_up : int
@@ -87,10 +88,10 @@ def probe(
     >>> report.kind, round(report.host.value, -1)
     ('per-call leak', 210.0)
     """
+    check_counts(rounds=rounds, requests_per_round=requests_per_round, warm_up=warm_up)
+    check_floor(floor)
     if rounds < 6:
         raise ProbeError(f"rounds={rounds} cannot be judged: a 95 % interval of a median needs at least 6")
-    if requests_per_round < 1 or warm_up < 1:
-        raise ProbeError(f"requests_per_round={requests_per_round} and warm_up={warm_up} must be at least 1")
     serve, source = _as_step(
         step,
         inputs,
@@ -102,7 +103,9 @@ def probe(
 
 def _as_step(step: Any, inputs: Iterable[Any] | None, needed: int) -> tuple[Callable[[Any], Any], Iterator[Any]]:
     """A callable and an endless source of requests, whatever the caller has."""
-    requests = None
+    requests: Any = None
+    if isinstance(inputs, (str, bytes)) or (inputs is not None and not isinstance(inputs, Iterable)):
+        raise ProbeError(f"inputs is a {type(inputs).__name__}; give a list, a tuple or a generator of requests")
     if inputs is not None:
         requests = inputs if isinstance(inputs, Sequence) else list(itertools.islice(inputs, needed))
         if not requests:
@@ -115,7 +118,9 @@ def _as_step(step: Any, inputs: Iterable[Any] | None, needed: int) -> tuple[Call
         step, requests = generating(step, requests)
     if not callable(step):
         raise ProbeError(f"step is a {type(step).__name__}; give a callable step(x), or a model with inputs")
-    return step, itertools.count() if requests is None else itertools.cycle(requests)
+    if requests is None:
+        return step, itertools.count()
+    return step, (requests[number % len(requests)] for number in itertools.count())  # itertools.cycle keeps a copy
 
 
 class _Probe:
@@ -136,7 +141,15 @@ class _Probe:
             self.batch = list(itertools.islice(self.source, self.per_round))
         for number, request in enumerate(self.batch):
             try:
-                self.step(request)
+                answer = self.step(request)
+                if inspect.isawaitable(answer) or inspect.isgenerator(answer) or inspect.isasyncgen(answer):
+                    if inspect.iscoroutine(answer):
+                        answer.close()
+                    raise ProbeError(
+                        f"step returned a {type(answer).__name__} that nothing has run yet: give a step that serves "
+                        "the whole request, e.g. lambda x: asyncio.run(step(x)) or lambda x: list(step(x))"
+                    )
+                del answer
             except ProbeError:
                 raise
             except Exception as error:
@@ -166,11 +179,12 @@ class _Probe:
         for _ in steps:
             self.serve()
         judge = Judge(self.rounds, warm, range(warm + 1, self.rounds.count), self.floor)
-        if judge.late():
-            warm = self.rounds.count - 1
+        if judge.late() or judge.jumped():
+            jumped, warm = judge.jumped(), self.rounds.count - 1
             for _ in range(self.judged):
                 self.serve()
             judge = Judge(self.rounds, warm, range(warm + 1, self.rounds.count), self.floor)
+            judge.rare = jumped and judge.jumped()
         if judge.needs_replay():
             again = [self.serve(replay=True) for _ in range(REPLAY_ROUNDS)]
             judge.replay = again[1:]

@@ -7,6 +7,7 @@ import os
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from o1lab.errors import ProbeError
 from o1lab.memory import counters
@@ -18,6 +19,29 @@ COUNTERS = tuple(Reading.__dataclass_fields__)
 IN_USE = ("host_in_use", "device_allocated")
 HELD = ("rss", "device_reserved", "device_used")  # these move in steps of pages and segments
 ABSENT = -(1 << 62)
+
+
+def check_counts(**counts: Any) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    Raises
+    ------
+    ProbeError
+    """
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ProbeError(f"{name}={value!r} must be a whole number, at least 1")
+
+
+def check_floor(floor: Any) -> None:
+    """Refuse a floor that is no positive number of bytes per request: at 0 any noise would be growth.
+
+    Raises
+    ------
+    ProbeError
+    """
+    if isinstance(floor, bool) or not isinstance(floor, (int, float)) or not 0 < floor < float("inf"):
+        raise ProbeError(f"floor={floor!r} must be a number of bytes per request above 0")
 
 
 class Rounds:

@@ -177,7 +177,9 @@ class Trend:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, JSON-able."""
-        return {"kind": "trend, unproven", "next": NEXT, **asdict(self), "seconds": self.seconds}
+        said = [growth.verdict for growth in (self.host, self.device) if growth is not None]
+        kind = next((verdict for verdict in (TREND, NO_TREND) if verdict in said), TOO_SHORT)
+        return {"kind": kind, "next": NEXT, **asdict(self), "seconds": self.seconds}
 
     def __str__(self) -> str:
         others = f" and {self.processes - 1} children" if self.processes > 1 else ""

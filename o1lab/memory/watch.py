@@ -9,7 +9,7 @@ from typing import Self
 from o1lab.errors import ProbeError
 from o1lab.memory.judge import Judge
 from o1lab.memory.leak_report import FLOOR, LeakReport
-from o1lab.memory.rounds import Rounds, quiet_process
+from o1lab.memory.rounds import Rounds, check_counts, check_floor, quiet_process
 
 LEAST = 8  # rounds: two of warm-up at least, six to judge
 
@@ -48,8 +48,10 @@ class watch:
     def __init__(
         self, requests_per_round: int = 1, *, capacity: int = 4096, floor: float = FLOOR, owners: bool = True
     ) -> None:
-        if requests_per_round < 1 or capacity < LEAST + 1:
-            raise ProbeError(f"{requests_per_round=} must be at least 1 and {capacity=} at least {LEAST + 1}")
+        check_counts(requests_per_round=requests_per_round, capacity=capacity)
+        check_floor(floor)
+        if capacity < LEAST + 1:
+            raise ProbeError(f"{capacity=} rounds cannot be judged: at least {LEAST + 1}")
         self.rounds = Rounds(capacity, requests_per_round)
         self.replayed = bytearray(capacity)
         self.floor, self.want_owners = floor, owners
@@ -68,6 +70,8 @@ class watch:
 
     def round(self, *, replay: bool = False) -> None:
         """End a round; ``replay`` says that it served the very inputs of the round before."""
+        if not self.rounds.count:
+            raise ProbeError("round() outside the with block: nothing is measured there")
         if self.rounds.count < self.rounds.capacity:
             self.replayed[self.rounds.count] = replay
             self.rounds.end()
@@ -101,6 +105,7 @@ class watch:
         again = [number for number in range(warm + 1, self.rounds.count) if self.replayed[number]]
         judge = Judge(self.rounds, warm, fresh, self.floor)
         judge.replay = again if len(again) >= 6 else None
+        judge.rare = judge.jumped()
         judge.decide()
         if self._mark is not None and judge.grown():
             from o1lab.memory import owners

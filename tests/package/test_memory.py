@@ -154,8 +154,8 @@ def test_a_report_reads_like_an_answer():
     ("options", "words"),
     [
         ({"rounds": 5}, "rounds=5 cannot be judged"),
-        ({"requests_per_round": 0}, "must be at least 1"),
-        ({"warm_up": 0}, "must be at least 1"),
+        ({"requests_per_round": 0}, "at least 1"),
+        ({"warm_up": 0}, "at least 1"),
         ({"inputs": []}, "inputs is empty"),
     ],
 )

@@ -372,3 +372,12 @@ def test_invariants_of_any_course(steps, expandable, split, capacity):
         allocator.free(block)
     allocator.release_cached()
     assert (allocator.reserved_bytes, allocator.allocated_bytes, allocator.segments) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"expandable_segments": "False"}, {"max_split_size_mb": "x"}, {"garbage_collection_threshold": "0.8"}],
+)
+def test_a_setting_of_another_type_is_refused(wrong):
+    with pytest.raises(SettingsError, match=next(iter(wrong))):
+        Settings(**wrong)

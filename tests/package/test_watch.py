@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import math
@@ -174,13 +175,18 @@ def test_the_horizon_follows_from_the_interval():
     horizon = leaky.hours_to_oom(10, free_bytes=36e9)
     assert horizon.expected == pytest.approx(1e6 / leaky.host.value, rel=0.01)
     assert horizon.soonest <= horizon.expected <= horizon.latest
-    clean = probe(lambda number: None, rounds=6).hours_to_oom(10, free_bytes=1e9)
+    clean_report = probe(lambda number: None, rounds=6)
+    clean = clean_report.hours_to_oom(10, free_bytes=1e9)
     assert math.isinf(clean.expected)
     assert leaky.hours_to_oom(1).soonest > 0  # with what this machine has free
-    with pytest.raises(ProbeError, match="not positive"):
+    with pytest.raises(ProbeError, match="must be positive"):
         leaky.hours_to_oom(0)
-    with pytest.raises(ProbeError, match="no rate here"):
+    with pytest.raises(ProbeError, match="must be positive"):
+        leaky.hours_to_oom(1, free_bytes=-5)
+    with pytest.raises(ProbeError, match="for 'host' or 'device'"):
         leaky.hours_to_oom(1, where="moon")
+    both = dataclasses.replace(clean_report, device=leaky.host)
+    assert both.hours_to_oom(10, free_bytes=1e9) == both.hours_to_oom(10, free_bytes=1e9, where="device")
 
 
 def ledger(series, per_round=10):
@@ -229,6 +235,86 @@ def test_growth_that_begins_late_is_waited_for():
     report = probe(late, requests_per_round=10, owners=False)
     assert report.kind == "per-call leak"
     assert report.host.value == pytest.approx(544, abs=24)
+
+
+@pytest.mark.parametrize("every", [70, 100])
+def test_a_leak_in_a_few_requests_only_is_not_called_none(every):
+    kept = []
+    report = probe(lambda number: kept.append(bytearray(100_000)) if number % every == 0 else None, owners=False)
+    assert report.kind == "inconclusive"
+    assert "jumps" in report.advice
+    with watch(requests_per_round=32) as w:
+        numbers = itertools.count()
+        serve(w, 12, lambda: kept.append(bytearray(100_000)) if next(numbers) % every == 0 else None, per_round=32)
+    assert (w.report.kind, "jumps" in w.report.advice) == ("inconclusive", True)
+
+
+def test_a_leak_in_one_request_of_thirty_is_never_called_a_cache():
+    import random
+
+    for seed in range(4):
+        chance, kept = random.Random(seed), []
+        report = probe(
+            lambda n, c=chance, k=kept: k.append(bytearray(30_000)) if c.random() < 0.03 else None, owners=False
+        )
+        assert report.kind in ("inconclusive", "per-call leak"), seed
+
+
+def test_one_jump_in_all_the_rounds_is_no_leak():
+    numbers, kept = itertools.count(), []
+
+    def once(request):
+        if next(numbers) == 200:
+            kept.append(bytearray(1_000_000))
+
+    assert probe(once, owners=False).kind == "none"
+
+
+@pytest.mark.parametrize("make", ["coroutine", "generator"])
+def test_a_step_that_runs_nothing_is_refused(make):
+    async def coroutine(number):
+        pass
+
+    def generator(number):
+        yield number
+
+    with pytest.raises(ProbeError, match=f"returned a {make} that nothing has run"):
+        probe({"coroutine": coroutine, "generator": generator}[make])
+
+
+def test_many_inputs_add_nothing_of_the_probes_own():
+    report = probe(lambda number: None, inputs=list(range(10_000)), floor=4.0)
+    assert report.kind == "none"
+    assert report.host.high <= 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rounds": 6.5}, "rounds=6.5 must be a whole number"),
+        ({"requests_per_round": "8"}, "must be a whole number"),
+        ({"inputs": 5}, "inputs is a int"),
+        ({"inputs": "hello"}, "inputs is a str"),
+        ({"floor": 0}, "floor=0 must be a number of bytes"),
+        ({"floor": "x"}, "floor='x' must be a number"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options, words):
+    with pytest.raises(ProbeError, match=words):
+        probe(lambda number: None, **options)
+
+
+def test_a_floor_is_kept_to_and_said():
+    kept = []
+    report = probe(lambda number: kept.append(bytearray(1000)), floor=4000.0, rounds=6, owners=False)
+    assert (report.kind, report.grows) == ("none", False)
+    assert "4000 B/request" in report.advice
+    assert repr(report) == str(report)
+
+
+def test_a_round_outside_the_block_is_refused():
+    with pytest.raises(ProbeError, match="outside the with block"):
+        watch().round()
 
 
 @pytest.mark.parametrize(
