@@ -157,7 +157,7 @@ def test_unknown_names_are_refused():
 
 
 def test_the_comparison_adds_no_case_to_the_catalogue():
-    with workload("o1lab.memory.rivals.fair:native_new", True, 400) as work:
+    with workload("o1lab.memory.rivals.fair:native_new", True, 4000) as work:
         assert work.case.name == "native_new"
         work.warm()
         before = counters.read().host_in_use
