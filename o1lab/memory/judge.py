@@ -13,6 +13,7 @@ from o1lab.stats import Estimate, median
 RSS_FLOOR = 256.0  # B/request: resident memory moves in 4 KiB pages, so it needs a coarser floor
 RESIDENT_FLOOR = 1024.0  # B/request of resident memory while the heap does not grow: below, pages touched again
 DRIVER_FLOOR = 4096.0  # B/request: other processes on the device move the driver's figure too
+JUMP_BYTES = 16 << 10  # over all rounds: less is what tables of the interpreter take when they double
 DWARFED = 20.0  # a segment or a foreign allocation costs a few kB of bookkeeping on the host
 SHRINK_FLOOR = 64.0  # B/request: type objects and free lists may give a little back for a while
 FLOORS = {"rss": RSS_FLOOR, "host_free": RSS_FLOOR, "device_used": DRIVER_FLOOR}
@@ -66,11 +67,10 @@ class Judge:
 
     def jumped(self) -> bool:
         """Whether memory in use grew by more than the floor on the whole, though not in most rounds."""
-        served = len(self.numbers) * self.rounds.per_round
+        least = max(JUMP_BYTES, self.floor * len(self.numbers) * self.rounds.per_round)
         return any(
             not self.grew(name)
-            and sum(self.rounds.total(n, [name]) - self.rounds.total(n - 1, [name]) for n in self.numbers)
-            > self.floor * served
+            and sum(self.rounds.total(n, [name]) - self.rounds.total(n - 1, [name]) for n in self.numbers) > least
             for name in IN_USE
             if self.rates[name] is not None
         )
