@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from package.course_fixture import STREAMS, Course, plant
 from package.trace_fixture import as_snapshot
 
 from o1lab import plots
 from o1lab.errors import ProbeError
 from o1lab.memory import lifetimes as life
 from o1lab.memory import snapshot_file, trace
+from o1lab.memory.courses import KINDS, STREAMS, Course, plant
 from o1lab.memory.hazards import Use, Wait, hazards
 from o1lab.memory.ranges import Ranges
 from o1lab.memory.simulate import simulate
@@ -428,14 +428,6 @@ def test_every_recorded_allocation_is_paired(recorded):
 
 
 # hazards
-
-KINDS = {
-    "double free": "error", "free without allocation": "error", "free on another stream": "error",
-    "completed without request": "error", "overlap": "error", "outside any segment": "error",
-    "segment freed in use": "error", "use after free": "error", "reuse race": "error", "unordered use": "error",
-    "never freed": "note", "never completed": "note", "freed outside the capture": "note",
-    "freed inside a capture": "note",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
