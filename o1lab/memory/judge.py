@@ -57,11 +57,7 @@ class Judge:
         ends = self.numbers[-3:]
         return any(
             not self.grew(name)
-            and all(
-                self.rounds.total(n, [name]) - self.rounds.total(n - 1, [name])
-                > FLOORS.get(name, self.floor) * self.rounds.per_round
-                for n in ends
-            )
+            and all(self.rounds.gain(n, name) > FLOORS.get(name, self.floor) * self.rounds.per_round for n in ends)
             for name in names
         )
 
@@ -69,8 +65,7 @@ class Judge:
         """Whether memory in use grew by more than the floor on the whole, though not in most rounds."""
         least = max(JUMP_BYTES, self.floor * len(self.numbers) * self.rounds.per_round)
         return any(
-            not self.grew(name)
-            and sum(self.rounds.total(n, [name]) - self.rounds.total(n - 1, [name]) for n in self.numbers) > least
+            not self.grew(name) and sum(self.rounds.gain(n, name) for n in self.numbers) > least
             for name in IN_USE
             if self.rates[name] is not None
         )
@@ -92,7 +87,7 @@ class Judge:
                 continue
             least = max(self.floor, 0.1 * first.value)
             served = len(self.replay) * self.rounds.per_round
-            mean = sum(self.rounds.total(n, [name]) - self.rounds.total(n - 1, [name]) for n in self.replay) / served
+            mean = sum(self.rounds.gain(n, name) for n in self.replay) / served
             if again.value >= least:
                 answers.add("per-call leak")
             else:  # a few requests that leak in a few of the replayed rounds are no proof of a cache

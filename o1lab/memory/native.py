@@ -113,16 +113,12 @@ def load_cupti() -> Any:
 def _start(cupti: Any) -> list[Callable[[], Any]]:
     """Switch recording on; the list returned switches it off again, item by item."""
     undo: list[Callable[[], Any]] = []
-
-    def enable(name: str) -> None:
-        kind = getattr(cupti.ActivityKind, name)
-        cupti.activity_enable(kind)
-        undo.append(functools.partial(cupti.activity_disable, kind))
-
     try:
         cupti.activity_register_callbacks(_requested, _completed)
         for name in KINDS:
-            enable(name)
+            kind = getattr(cupti.ActivityKind, name)
+            cupti.activity_enable(kind)
+            undo.append(functools.partial(cupti.activity_disable, kind))
     except Exception as error:
         _stop(undo)
         if isinstance(error, (cupti.cuptiError, RuntimeError)):

@@ -98,7 +98,7 @@ class Rounds:
         """
         if any(self.value(numbers[0], name) is None for name in names):
             return None
-        found = median([(self.total(n, names) - self.total(n - 1, names)) / self.per_round for n in numbers], UNIT)
+        found = median([self.gain(n, *names) / self.per_round for n in numbers], UNIT)
         if found.low > 0 or len(numbers) < 8 or not any(name in HELD for name in names):
             return found
         span = range(numbers[0] - 1, numbers[-1] + 1)
@@ -108,13 +108,13 @@ class Rounds:
         """Sum of the named counters at the end of round ``number``, in bytes (an absent counter counts zero)."""
         return sum(self.value(number, name) or 0 for name in names)
 
+    def gain(self, number: int, *names: str) -> int:
+        """Bytes that the named counters grew by in round ``number``."""
+        return self.total(number, names) - self.total(number - 1, names)
+
     def growth(self, number: int) -> float:
         """Growth of round ``number`` in bytes per request, the larger of host and device."""
-        gaps = [
-            (self.value(number, name) or 0) - (self.value(number - 1, name) or 0)
-            for name in ("host_in_use", "device_allocated")
-        ]
-        return max(gaps) / self.per_round
+        return max(self.gain(number, name) for name in IN_USE) / self.per_round
 
     def settled(self, floor: float) -> int:
         """How many rounds at the start are warm-up: those up to two in a row that stop growing or grow alike.

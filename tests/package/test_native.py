@@ -191,9 +191,7 @@ class FakeCupti:
 
     def __init__(self, refuse=None):
         self.enabled, self.refuse, self.time = set(), refuse, 0
-        self.ActivityKind = SimpleNamespace(**{name: name for name in (*native.KINDS, "RUNTIME", "DRIVER")})
-        self.runtime_api_trace_cbid = SimpleNamespace(__members__={"cudaLaunchKernel_v7000": 1, "cudaGetDevice": 2})
-        self.driver_api_trace_cbid = SimpleNamespace(__members__={"cuNothingOfOurs": 3})
+        self.ActivityKind = SimpleNamespace(**{name: name for name in native.KINDS})
 
     def activity_register_callbacks(self, requested, completed):
         self.requested = requested
@@ -205,11 +203,6 @@ class FakeCupti:
 
     def activity_disable(self, kind):
         self.enabled.remove(kind)
-
-    def activity_enable_runtime_api(self, number, on):
-        (self.activity_enable if on else self.activity_disable)(number)
-
-    activity_enable_driver_api = activity_enable_runtime_api
 
     def activity_flush_all(self, flag):
         pass
