@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,6 +64,8 @@ class Case:
         What stays after the case, or what else to know.
     slow : bool
         Takes more than about five seconds.
+    fresh : bool
+        What a process did before decides whether the case shows, so :meth:`probe` runs it in a new one.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Case:
     inputs: tuple[int, ...] | None
     note: str
     slow: bool
+    fresh: bool
 
     @contextmanager
     def open(self, *, leak: bool = True) -> Iterator[Step]:
@@ -100,7 +105,17 @@ class Case:
             gc.collect()
 
     def probe(self, *, leak: bool = True, **settings: Any) -> LeakReport:
-        """Probe the leaking (or the cured) form with the case's own settings, which ``settings`` override."""
+        """Probe the leaking (or the cured) form with the case's own settings, which ``settings`` override.
+
+        A :attr:`fresh` case runs in a process of its own; its ``settings`` must be picklable then.
+        """
+        if self.fresh:
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+                return process.submit(_probe_named, self.name, leak, settings).result()
+        return self.probe_here(leak=leak, **settings)
+
+    def probe_here(self, *, leak: bool = True, **settings: Any) -> LeakReport:
+        """Probe in this process, whatever its past."""
         from o1lab.memory.probe import probe
 
         own = {"requests_per_round": self.requests_per_round, "rounds": self.rounds, "warm_up": self.warm_up}
@@ -135,6 +150,14 @@ class Case:
         return bool(owners) and re.search(self.owner, f"{owners[0].path} · {owners[0].kind}") is not None
 
 
+def _probe_named(name: str, leak: bool, settings: dict[str, Any]) -> LeakReport:
+    """What the new process of a fresh case runs; one thread, as its caller's threads do not come along."""
+    import torch
+
+    torch.set_num_threads(1)
+    return load(name).probe_here(leak=leak, **settings)
+
+
 _cases: dict[str, Case] = {}
 
 
@@ -142,6 +165,7 @@ def case(
     source: str, kind: str | tuple[str, ...], *, bytes_per_request: float | None = None, owner: str | None = None,
     where: str = "cpu", counter: str = "host_in_use", group: str = "leak", requests_per_round: int = 32,
     rounds: int = 12, warm_up: int = 8, inputs: range | None = None, note: str = "", slow: bool = False,
+    fresh: bool = False,
 ) -> Callable[[Build], Build]:  # fmt: skip
     """Register a generator function as a :class:`Case`; the arguments are the case's fields."""
 
@@ -150,7 +174,7 @@ def case(
         kinds = (kind,) if isinstance(kind, str) else kind
         _cases[build.__name__] = Case(
             build.__name__, what, build, source, where, kinds, bytes_per_request, counter, owner, group,
-            requests_per_round, rounds, warm_up, None if inputs is None else tuple(inputs), note, slow,
+            requests_per_round, rounds, warm_up, None if inputs is None else tuple(inputs), note, slow, fresh,
         )  # fmt: skip
         return build
 
