@@ -61,3 +61,19 @@ class ProbeError(O1labError):
 
 class NotebookError(O1labError):
     """A new notebook cannot be made: its name or number does not fit or is taken, or the template is damaged."""
+
+
+class ChainError(O1labError, ValueError):
+    """A chain problem cannot be made, read or continued as asked; the message names the value."""
+
+
+class DecodingError(O1labError):
+    """An intervention does not fit this model or cache; the message says what it needs."""
+
+
+class EndpointError(ModelError):
+    """An endpoint refused, timed out or answered nonsense; the message says which and what was tried."""
+
+
+class TrainingError(O1labError):
+    """A training run cannot start, go on or be resumed; the message says why."""

@@ -1,0 +1,111 @@
+"""What a detector of faults is given: how sure a model was of the tokens of each step that it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from o1lab.chains.render import parse
+from o1lab.chains.samples import Parsed
+from o1lab.errors import EstimateError
+
+FEATURES = ("min margin", "max entropy", "min top-1")
+TINY = 1e-12
+
+
+def step_features(margins: Any, entropies: Any, ends: Sequence[int], top1: Any = None) -> np.ndarray:
+    """Features of each produced step from how sure the model was of its tokens: shape (steps, 2), or (steps, 3).
+
+    The smallest margin as it is, the greatest entropy as its logarithm, the smallest top-1 probability as its log-odds
+    (the last two spread out where a model is nearly sure): :data:`FEATURES`.
+
+    Parameters
+    ----------
+    margins, entropies : array, shape (tokens,)
+        Of each token produced: top-1 minus top-2 logit, entropy of the softmax in nats.
+    ends : sequence of int
+        For each step the number of tokens up to and with its last one, ascending.
+    top1 : array, shape (tokens,), optional
+        Probability of the likeliest token.
+
+    Raises
+    ------
+    EstimateError
+        Arrays of unequal length, ends out of order or past the tokens, a number that cannot be one of these.
+
+    Examples
+    --------
+    >>> step_features([9.0, 2.0, 8.0, 7.0], [0.01, 0.5, 0.02, 0.1], [2, 4]).round(2).tolist()
+    [[2.0, -0.69], [7.0, -2.3]]
+    """
+    ranges = {"margin": (margins, np.inf), "entropy": (entropies, np.inf), "top1": (top1, 1.0)}
+    values = {
+        name: (np.asarray(given, dtype=float), high) for name, (given, high) in ranges.items() if given is not None
+    }
+    shapes = [each.shape for each, _ in values.values()]
+    if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+        raise EstimateError(f"{', '.join(values)} have shapes {shapes}: give one number of each per token")
+    stops = [int(end) for end in ends]
+    if not stops or stops != sorted(set(stops)) or stops[0] < 1 or stops[-1] > shapes[0][0]:
+        raise EstimateError(f"ends={list(ends)} are not ascending token counts from 1 to {shapes[0][0]}")
+    for name, (each, high) in values.items():
+        wrong = each[~((each >= 0) & (each <= high))]
+        if wrong.size:
+            raise EstimateError(f"{name}={wrong[0]} is out of range: it lies from 0 to {high:g}")
+    starts = [0, *stops[:-1]]
+    margin, entropy, *sure = (each[: stops[-1]] for each, _ in values.values())
+    columns = [np.minimum.reduceat(margin, starts), np.log(np.maximum(np.maximum.reduceat(entropy, starts), TINY))]
+    for each in sure:
+        lowest = np.clip(np.minimum.reduceat(each, starts), TINY, 1 - TINY)
+        columns.append(np.log(lowest / (1 - lowest)))
+    return np.column_stack(columns)
+
+
+def step_ends(text: str, parsed: Parsed) -> list[int] | None:
+    """Tokens up to the end of each step of a chain in the reasoner's tokens; ``None`` if other tokens stand between.
+
+    Examples
+    --------
+    >>> from o1lab import chains
+    >>> sample = chains.make("hops", 2, 1, seed=0)[0]
+    >>> step_ends(sample.gold, chains.render.parse(sample, sample.gold))
+    [3, 6]
+    """
+    words, ends = text.split(), list(accumulate(len(step.text.split()) for step in parsed.steps))
+    joined = [word for step in parsed.steps for word in step.text.split()]
+    return ends if ends and words[: len(joined)] == joined else None
+
+
+def observations(results: Iterable[Any]) -> tuple[list[np.ndarray], list[int | None], list[str]]:
+    """Features, first faults and problems for :func:`o1lab.chains.detect.evaluate` from a reasoner's results.
+
+    Parameters
+    ----------
+    results : iterable of o1lab.chains.report.Result
+        With margins and entropies. Left out: chains without them, with nothing produced, with a number that is not
+        finite, and those whose first fault is at no step that was written (stopped early, ran over).
+
+    Raises
+    ------
+    EstimateError
+        None is left.
+    """
+    features, first, problems = [], [], []
+    for result in results:
+        fault = result.fault
+        if result.margins is None or result.entropies is None or result.problem:
+            continue
+        ends = step_ends(result.text, parse(result.sample, result.text))
+        numbers = np.array([result.margins, result.entropies], dtype=float)
+        if ends is None or not np.isfinite(numbers).all() or ends[-1] > numbers.shape[1]:
+            continue
+        if fault is None or (fault.step <= len(ends) and fault.kind != "ran over"):
+            features.append(step_features(*numbers, ends))
+            first.append(fault.step if fault else None)
+            problems.append(result.sample.id)
+    if not features:
+        raise EstimateError("no result has margins and entropies of steps: let evaluate keep scores")
+    return features, first, problems
