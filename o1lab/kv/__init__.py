@@ -1,0 +1,30 @@
+"""Key-value caches: where their memory goes, a pool that wastes little of it, and traffic to try designs with.
+
+``PagePool`` hands out pages, ``fragmentation`` measures what any allocator wastes, ``replay`` and ``compare`` serve the
+same traffic with several designs, ``python -m o1lab.kv.bench`` prints the pool's figures for this machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Now, or importing the submodule later would replace the function of the same name by it.
+from o1lab.kv.fragmentation import Fragmentation, fragmentation
+from o1lab.kv.pool import PagePool, PoolError, PoolExhausted
+
+_LATER = {
+    "KVShape": "designs", "Growing": "designs", "Static": "designs", "Modelled": "backing", "OnDevice": "backing",
+    "Paged": "designs", "Traffic": "traffic", "Request": "traffic", "TrafficError": "traffic",
+    "long_cot": "traffic", "from_file": "traffic_files", "from_log": "traffic_files", "Outcome": "replay",
+    "as_trace": "replay", "needed_bytes": "compare", "inserts": "insertion",
+}  # fmt: skip
+
+__all__ = ["Fragmentation", "PagePool", "PoolError", "PoolExhausted", "fragmentation"]
+__all__ += list(_LATER)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
