@@ -1,0 +1,150 @@
+"""How the kernel is cut: block sizes by type and head dimension, splits by shape, and the buffers that splits need.
+
+Nothing here looks at lengths, so the same shapes always give the same launch: it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from o1lab.attention.checks import AttentionError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory that Hopper lends to the programs of one multiprocessor; 1 KiB more is lost per program."""
+FEWEST_BLOCKS = 4
+"""A split walks at least so many blocks when full: below, filling and draining its pipeline is most of the time."""
+MOST_GROUP, MOST_HEAD_DIM = 64, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """One shape of the kernel: tokens a block, warps a program, stages of the software pipeline."""
+
+    block_n: int
+    warps: int
+    stages: int
+
+    def programs_per_sm(self, element_bytes: int, block_d: int, block_m: int) -> int:
+        """Programs that fit one multiprocessor by shared memory: K and V of all stages but one, and the queries."""
+        tiles = (self.stages - 1) * 2 * self.block_n * block_d * element_bytes
+        taken = tiles + block_m * block_d * max(element_bytes, 2) + 3 * 1024
+        return max(1, min(SHARED_BYTES // taken, 64 // self.warps, 8))
+
+
+def blocks(page_bytes: int, query_bytes: int, head_dim: int) -> Blocks:
+    """Block sizes for the element sizes of pages and queries and a head dimension: by bytes in flight, not by tokens.
+
+    A block of K and one of V are 16 KiB each for 2-byte pages (64 tokens of 128). fp32, whose products need registers,
+    gets as many bytes in fewer tokens; int8, whose conversion does, fewer bytes and more stages. Compiled for compute
+    capability 9.0 with up to 16 query heads per KV head none of these spills, save fp32 on int8 at heads of 256 (72 B).
+    """
+    block_d = power_of_two(max(head_dim, 16))
+    if page_bytes == 1:
+        return Blocks(max(16, (2048 if query_bytes == 4 else 4096) // block_d), 4, 5)
+    if query_bytes == 4:
+        return Blocks(max(16, 4096 // block_d), 8, 3)
+    return Blocks(max(16, 8192 // block_d), 4, 3)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
+def unsupported(sizes: Problem, q: Tensor, pages: Tensor) -> str:
+    """Why the Triton kernel does not take these sizes and types, or an empty string."""
+    import torch
+
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"q is {q.dtype}; the kernel takes float32, bfloat16 and float16"
+    if sizes.head_dim % 8 or not 8 <= sizes.head_dim <= MOST_HEAD_DIM:
+        return f"head dimension {sizes.head_dim} is not a multiple of 8 up to {MOST_HEAD_DIM}"
+    if sizes.group > MOST_GROUP:
+        return f"{sizes.group} query heads on one KV head; the kernel packs {MOST_GROUP}"
+    if sizes.batch > 65535:
+        return f"{sizes.batch} sequences; a grid holds 65535"
+    if pages.stride(4) != 1 or q.stride(-1) != 1:
+        return f"the numbers of a head must be contiguous; strides are q {q.stride()}, pages {pages.stride()}"
+    return ""
+
+
+def choose(
+    sizes: Problem, page_bytes: int, query_bytes: int, multiprocessors: int, shape: Blocks | None = None
+) -> int:  # fmt: skip
+    """Splits per sequence: the fewest whose programs fill whole waves of the device to 95 % of the best filling.
+
+    From the table's capacity, not from the lengths, which only the device knows. Each sequence is cut evenly by its own
+    length in the kernel, so no split idles unless the sequence has fewer blocks than splits.
+
+    Examples
+    --------
+    >>> choose(Problem(8, 1, 32, 8, 128, 64, 4096, 256), 2, 2, 132)   # 8 sequences of 16k tokens on an H200
+    6
+    >>> choose(Problem(1, 1, 32, 8, 128, 64, 4096, 2048), 2, 2, 132)  # one of 128k
+    48
+    """
+    shape = shape or blocks(page_bytes, query_bytes, sizes.head_dim)
+    block_m, block_d = max(16, power_of_two(sizes.group)), power_of_two(max(sizes.head_dim, 16))
+    slots = multiprocessors * shape.programs_per_sm(page_bytes, block_d, block_m)
+    programs = max(1, sizes.batch * sizes.kv_heads)
+    most = min(sizes.capacity // (FEWEST_BLOCKS * shape.block_n), math.ceil(4 * slots / programs))
+
+    def filling(splits: int) -> float:
+        waves = programs * splits / slots
+        return waves / math.ceil(waves)
+
+    candidates = range(1, max(1, most) + 1)
+    enough = 0.95 * max(map(filling, candidates))
+    return next(splits for splits in candidates if filling(splits) >= enough)
+
+
+@cache
+def multiprocessors(device: object) -> int:
+    """Multiprocessors of a CUDA device; 4 for a CPU, where Triton's interpreter has none, so that there are splits."""
+    import torch
+
+    if torch.device(device).type == "cpu":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Buffers between the two stages, (rows, splits, D) and (rows, splits) fp32, and counters.
+
+    A call makes its own unless one is passed; pass one to keep addresses fixed or to allocate nothing per step. One
+    serves one stream at a time.
+    """
+
+    splits: int
+    partials: Tensor
+    stats: Tensor
+    arrivals: Tensor
+
+    @classmethod
+    def make(cls, sizes: Problem, splits: int, device: object) -> Workspace:
+        """Allocate for ``sizes`` and ``splits``; with one split nothing is needed and nearly nothing is taken."""
+        import torch
+
+        if isinstance(splits, bool) or not isinstance(splits, int) or not 1 <= splits <= 65535:
+            raise AttentionError(f"splits={splits!r} must be a whole number from 1 to 65535")
+        rows = sizes.batch * sizes.q_heads if splits > 1 else 0
+        partials = torch.empty((rows, splits, sizes.head_dim), dtype=torch.float32, device=device)
+        stats = torch.empty((rows, splits), dtype=torch.float32, device=device)
+        groups = sizes.batch * sizes.kv_heads if splits > 1 else 0
+        return cls(splits, partials, stats, torch.zeros(groups, dtype=torch.int32, device=device))
+
+    def check(self, sizes: Problem, device: object) -> None:
+        """Raise AttentionError unless the buffers are those of ``sizes`` on ``device``."""
+        rows = sizes.batch * sizes.q_heads if self.splits > 1 else 0
+        if self.partials.shape != (rows, self.splits, sizes.head_dim) or self.partials.device != device:
+            raise AttentionError(
+                f"the workspace holds {tuple(self.partials.shape)} on {self.partials.device}; this call needs "
+                f"({rows}, {self.splits}, {sizes.head_dim}) on {device}: make one with workspace(q, pages, block_table)"
+            )
