@@ -276,25 +276,49 @@ def _cuda() -> bool:
 COMMANDS = {one.__name__: one for one in (catalogue, floor, nulls, coverage, power, overhead)}
 
 
-def apart(command: str, runs: int | None = None) -> Figures:
-    """Run one command in a process of its own, whose heap is not that of a notebook.
+def begin(command: str, runs: int | None = None, where: str | None = None) -> Callable[[], Figures]:
+    """Start one command in a process of its own, whose heap is not that of a notebook; call the result to wait for it.
+
+    On a CPU it runs meanwhile, on another core. For ``where="cuda"`` it only starts when it is waited for: the device
+    must be its own.
+
+    Parameters
+    ----------
+    command, runs, where
+        As on the command line: ``where`` is for the catalogue.
 
     Raises
     ------
     ProbeError
-        It failed; the message carries the last line it printed.
+        When waited for: it failed; the message carries the last line it printed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        asked = [sys.executable, "-m", "o1lab.memory.accuracy", command, "--json", str(file)]
-        done = subprocess.run(
-            [*asked, *(["--runs", str(runs)] if runs else [])], capture_output=True, text=True, check=False
-        )
-        if done.returncode or not file.is_file():
-            raise ProbeError(f"{command} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    folder = tempfile.TemporaryDirectory()
+    file = Path(folder.name) / "figures.json"
+    asked = [sys.executable, "-m", "o1lab.memory.accuracy", command, "--json", str(file)]
+    asked += ["--runs", str(runs)] if runs else []
+    asked += ["--where", where] if where else []
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(asked, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    begun = start() if where != "cuda" else None
+
+    def wait() -> Figures:
+        process = begun or start()
+        said = process.communicate()[1].strip().splitlines()
+        if process.returncode or not file.is_file():
+            raise ProbeError(f"{command} failed: {(said or ['no message'])[-1]}")
         found = json.loads(file.read_text(encoding="utf-8"))
-    estimates = {name: Estimate(**value) for name, value in found["estimates"].items()}
-    return Figures(command, estimates, found["rows"], found["seconds"], found["bounds"])
+        folder.cleanup()
+        estimates = {name: Estimate(**value) for name, value in found["estimates"].items()}
+        return Figures(command, estimates, found["rows"], found["seconds"], found["bounds"])
+
+    return wait
+
+
+def apart(command: str, runs: int | None = None) -> Figures:
+    """Run one command in a process of its own and wait for it; see :func:`begin`."""
+    return begin(command, runs)()
 
 
 def _at_least_one(text: str) -> int:

@@ -33,7 +33,7 @@ class Settings:
     max_non_split_rounding_mb : int
         How much larger than the request a block beyond ``max_split_size_mb`` may be.
     garbage_collection_threshold : float
-        Fraction of ``capacity_bytes`` above which blocks long unused are given back; 0 switches it off.
+        Fraction of ``capacity_bytes`` above which blocks long unused are given back; 0 or no capacity switches it off.
     roundup_power2_divisions : int, mapping or sequence
         Divisions between powers of two that sizes are rounded up to: one number, ``{64: 8, 256: 4, ">": 1}``
         (MiB and divisions), or the 16 numbers for 1 MiB to 32 GiB that a snapshot lists.

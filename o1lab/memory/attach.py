@@ -2,6 +2,9 @@
 
 Readings of :mod:`o1lab.memory.outside` at an interval, judged by :mod:`o1lab.memory.trend`. The readings kept are
 bounded: when they are too many, every second one goes, so that they always span the whole time watched.
+
+Exit codes: 0 no trend; 1 a trend, unproven, of host or device memory; 2 it could not judge (too few readings, also
+because the process or the watch ended early; no such process; an option that makes no sense).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from o1lab.memory.outside import DeviceMemory, Ended, Process, Sparse, WatchError
-from o1lab.memory.trend import MIB, TREND, Sample, Trend, judge, mib
+from o1lab.memory.trend import MIB, NO_TREND, TOO_SHORT, TREND, Sample, Trend, judge, mib
 from o1lab.stats import readable
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ MOST_SAMPLES = 4000
 UNIQUE_S, FILES_S, NVML_SHARE = 0.0004, 0.0002, 0.01
 """Seconds a sample that unique memory and open files may cost on average, and NVML's share of the interval."""
 DEVICE_GRAIN = 2 * MIB
+EXIT_CODES = {NO_TREND: 0, TREND: 1, TOO_SHORT: 2}
 
 
 class Watch:
@@ -245,6 +249,7 @@ def figure(seen: Trend | Watch) -> go.Figure:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``watch`` to ``parser``."""
+    parser.epilog = "exit code: 0 no trend, 1 a trend (unproven), 2 could not judge: too few readings or bad input"
     parser.add_argument("pid", type=int, metavar="PID", help="number of the process, as `ps -e` shows it")
     parser.add_argument("--seconds", type=float, help="how long to watch (default 120; Ctrl-C ends it sooner)")
     parser.add_argument("--samples", type=int, help="how many readings to take instead of a time")
@@ -255,7 +260,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def command(options: argparse.Namespace) -> int:
-    """Watch, with a line that says how it goes, then print the summary; 0 also if it ends early."""
+    """Watch, with a line that says how it goes, then print the summary; the exit code says what was found."""
     for name in ("seconds", "samples", "requests_per_second"):
         value = getattr(options, name)
         if value is not None and not value > 0:
@@ -278,7 +283,7 @@ def command(options: argparse.Namespace) -> int:
         from o1lab.storage import write_json
 
         write_json(options.json, trend.to_dict())
-    return 0
+    return EXIT_CODES[trend.kind]
 
 
 class _Line:

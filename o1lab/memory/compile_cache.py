@@ -1,7 +1,7 @@
 """What ``torch.compile`` keeps when a module meets new shapes, in a fresh process per arm.
 
 Arms run in their own processes because neither Dynamo nor the C++ heap can be put back to a clean start in one: the
-order of arms would count for as much as the arms themselves. ``python -m o1lab.memory.compile_cache --help`` runs one.
+order of arms would count for as much as the arms themselves. ``python -m o1lab.memory.compile_cache --help`` runs some.
 Sources: ``torch/_dynamo/config.py`` (``recompile_limit``, of which ``cache_size_limit`` is the old name) and
 ``torch/_dynamo/cache_size.py``.
 """
@@ -260,6 +260,8 @@ def run_arms(
 ) -> list[Growth]:
     """Run each arm (keyword arguments of :func:`grow`) in a fresh process, ``workers`` at a time, with progress.
 
+    Arms for Linux's CPU are forks of ``workers`` processes that have imported torch and Dynamo and done nothing else.
+
     With ``warm`` the first arm runs alone before the others: it fills inductor's disk cache, without which an arm keeps
     some 30 MiB more on the host, so that all later arms compare like with like.
 
@@ -271,34 +273,48 @@ def run_arms(
     from o1lab.progress import progress
 
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # arms run side by side
+    forks = sys.platform == "linux" and not warm and all(arm.get("device", "cpu") == "cpu" for arm in arms)
+    groups = [arms[first::workers] for first in range(min(workers, len(arms)))] if forks else [[arm] for arm in arms]
 
-    def run(arm: dict[str, Any]) -> Growth:
-        command = [sys.executable, "-m", "o1lab.memory.compile_cache", json.dumps(arm)]
+    def run(group: Sequence[dict[str, Any]]) -> list[Growth]:
+        command = [sys.executable, "-m", "o1lab.memory.compile_cache", json.dumps(group)]
+        limit = seconds * len(group)
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=seconds, check=False, env=environment
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False, env=environment)
         except subprocess.TimeoutExpired as error:
-            raise ProbeError(f"arm {arm['arm']!r} took longer than {seconds:.0f} s; use fewer shapes") from error
+            names = ", ".join(repr(arm["arm"]) for arm in group)
+            raise ProbeError(f"arm {names} took longer than {limit:.0f} s; use fewer shapes") from error
+        lines = [line for line in done.stdout.splitlines() if line.startswith('{"arm"')]
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ProbeError(f"arm {arm['arm']!r} failed: {last}")
-        return Growth(**json.loads(done.stdout.strip().splitlines()[-1]))
+            raise ProbeError(f"arm {group[len(lines)]['arm']!r} failed: {last}")
+        return [Growth(**json.loads(line)) for line in lines]
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        futures = [pool.submit(run, arm) for arm in arms[:1]]
+        futures = [pool.submit(run, group) for group in groups[:1]]
         if warm and futures:
             futures[0].result()
-        futures += [pool.submit(run, arm) for arm in arms[1:]]
-        return [future.result() for future in progress(futures, total=len(futures), label="compile arms")]
+        futures += [pool.submit(run, group) for group in groups[1:]]
+        done = [future.result() for future in progress(futures, total=len(futures), label="compile arms")]
+    return [done[place % len(done)][place // len(done)] for place in range(len(arms))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one arm given as a JSON object of :func:`grow`'s arguments and print its :class:`Growth` as JSON."""
+    """Run arms given as a JSON list of :func:`grow`'s arguments; print the :class:`Growth` of each as a line of JSON.
+
+    Several arms are forks, one after the other, of this process, which does no more than import what they share.
+    """
     parser = argparse.ArgumentParser(prog="o1lab.memory.compile_cache", description=__doc__.splitlines()[0])
-    parser.add_argument("arm", help='e.g. \'{"arm": "limit 8", "limit": 8, "shapes": 12}\'')
-    options = parser.parse_args(argv)
-    print(json.dumps(asdict(grow(**json.loads(options.arm)))))
+    parser.add_argument("arms", type=json.loads, help='e.g. \'[{"arm": "limit 8", "limit": 8, "shapes": 12}]\'')
+    arms = parser.parse_args(argv).arms
+    default_limits()  # imports torch and Dynamo
+    for arm in arms:
+        child = len(arms) == 1 or os.fork() == 0
+        if child:
+            print(json.dumps(asdict(grow(**arm))), flush=True)
+            break
+        if os.wait()[1]:
+            return 1
     return 0
 
 

@@ -68,8 +68,9 @@ def compare(
                     nvml=where == "cuda",
                 )
                 found = probe(
-                    both, inputs=requests_list, rounds=rounds, requests_per_round=per_round, warm_up=4, owners=False
-                )
+                    both, inputs=requests_list, rounds=rounds, requests_per_round=per_round, warm_up=4, owners=False,
+                    interventions=False,
+                )  # fmt: skip
             locates = None
             if where == "cuda":
                 with _plant(where, size) as again:

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from o1lab.memory.heap import OWN, Heap
-from o1lab.memory.holding import ANY, LRU, OwnerPath, Words, words
+from o1lab.memory.holding import ANY, LRU, OwnerPath, Words, lru_words, words
 from o1lab.memory.sizes import SAVED, Sizes, census, lengths, name_of
 
 NAMED_GROUPS = 300
@@ -223,7 +223,7 @@ class Growth:
         obj = nodes[-1]
         if self.more[group.anchor] > 0:
             if type(obj) is LRU:
-                name = f"functools.lru_cache of {obj.__qualname__}"
+                name = lru_words(obj)
                 return Words(name, name, "lru_cache", said.where)
             tail = ".grad_fn" if self.sizes.is_tensor(type(obj)) else "" if type(obj) is bytearray else ANY
             said = said if said.kind == "lru_cache" else said.plus(tail)

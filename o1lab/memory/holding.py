@@ -196,8 +196,7 @@ def _link(holder: Any, child: Any, before: Any, names: str) -> _Step:
     if kind is LRU:
         if child is getattr(holder, "__wrapped__", None) or child is _namespace(holder):
             return _Step("", names="attributes")
-        name = getattr(holder, "__qualname__", "a function")
-        step = _Step(f"functools.lru_cache of {name}", kind="lru_cache", fresh=True)
+        step = _Step(lru_words(holder), kind="lru_cache", fresh=True)
         step.names = "skip" if type(child) is dict else ""
         return step
     if kind is types.TracebackType:
@@ -224,6 +223,14 @@ def _link(holder: Any, child: Any, before: Any, names: str) -> _Step:
     return step
 
 
+def lru_words(cache: Any) -> str:
+    """An ``lru_cache`` by its function, and how far it is filled where it has a limit."""
+    most, filled = cache.cache_parameters()["maxsize"], cache.cache_info().currsize
+    limit = "" if most is None else f" (bounded, maxsize {most:,}, filled {filled:,})"
+    limit = limit if most is None or filled < most else f" (full, maxsize {most:,})"
+    return f"functools.lru_cache of {getattr(cache, '__qualname__', 'a function')}{limit}"
+
+
 def words(nodes: list[Any], root: Root | None) -> Words:
     """The path through ``nodes`` (the root's namespace first) in words; without ``root`` it starts at an object."""
     kinds: list[str] = []
@@ -245,6 +252,8 @@ def words(nodes: list[Any], root: Root | None) -> Words:
             base, exact, text = "Out", "Out", "Out"
         elif base == "dynamo" or re.match(r"__compiled_fn|__resume_at", key):
             base, text = "dynamo", root.prefix + re.sub(r"\[\d+\]$", ANY, re.sub(r"(__\w+?_)\d+.*", r"\1…", key))
+        elif key.startswith("thread "):
+            text = re.sub(r"^thread .* running ", f"threads {ANY} running ", key)
     for index in range(begin, len(nodes) - 1):
         before = nodes[index - 1] if index else None
         step = _link(nodes[index], nodes[index + 1], before, names)

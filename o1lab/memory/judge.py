@@ -166,6 +166,8 @@ class Judge:
         """Everything found, once ``decide`` has been called."""
         last = self.numbers[-1]
         again = {name: self.rounds.rate(self.replay, name) if self.replay else None for name in IN_USE}
+        if self.owners and "(bounded, maxsize" in self.owners[0].path and self.advice == ADVICE[self.kind]:
+            self.advice = REASONS["bounded"]
         self.returned = {"gc": int(self.rounds.pending[last]), **self.returned}
         rates = self.rates
         return LeakReport(

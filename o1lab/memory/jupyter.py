@@ -126,7 +126,7 @@ def _shell_slots(shell: Any) -> Iterator[_Slot]:
         debugger = getattr(handler, "pdb", None)
         for attribute in KEPT_FRAMES:
             yield from _attribute(f"{here}.{name}.pdb", "last exception", debugger, attribute)
-    for name in ("outputs", "output_hist_reprs"):  # texts and images of all outputs
+    for name in ("outputs", "output_hist_reprs", "exceptions"):  # texts and images of all outputs, texts of tracebacks
         table = getattr(shell.history_manager, name, None)
         if table:
             yield _Slot(f"{here}.history_manager.{name}", "interpreter", table, table.clear)
@@ -207,7 +207,8 @@ def release_notebook(obj: Any = None) -> Released:
     freed += (before.device_allocated or 0) - (after.device_allocated or 0)
     if not wanted:
         return Released(holders, freed, _figures())
-    left = [] if ref() is None else [path for path in owners_of(ref(), top=8) if path.kind not in ("unknown", "cycle")]
+    paths = [] if ref() is None else owners_of(ref(), top=8, seconds=60)
+    left = [path for path in paths if path.kind not in ("unknown", "cycle")]
     return Released(holders, freed, left)
 
 

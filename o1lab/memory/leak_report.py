@@ -41,6 +41,8 @@ REASONS = {  # of kinds that need another word than their own
     "from a cache keyed by the input. End some rounds with round(replay=True).",
     "held": "The allocator holds more after every request and gives nothing back (pools of CUDA graphs or of failed "
     "captures, or blocks that live on in every segment): release the pools, or share one.",
+    "bounded": "What grows most is an lru_cache below its maxsize: it stops growing once it is full. Work out whether "
+    "that many entries fit into memory, and lower maxsize if they do not.",
     "compiled": "Eager execution stops the growth: torch.compile keeps it. Bucket or pad shapes, mark_dynamic the "
     "varying dimension, or lower torch._dynamo.config.recompile_limit.",
     "resident": "Resident memory grows while nothing in use does and malloc_trim does not get it back: memory mapped "

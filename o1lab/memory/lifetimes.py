@@ -57,6 +57,8 @@ class Lifetimes:
         Blocks whose free was not requested, or was and did not complete, until the last entry.
     frees_without_block : int
         Frees of an address at which no block of that pool and stream was live.
+    notes : tuple of str
+        Those of the trace; among them, that no history was recorded.
     """
 
     address: np.ndarray
@@ -76,6 +78,7 @@ class Lifetimes:
     frees_without_block: int
     pools: tuple[tuple[int, int], ...] = ((0, 0),)
     sites: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.address)
@@ -110,6 +113,7 @@ class Lifetimes:
             f"{self.never_completed} freed and still waited for, {self.frees_without_block} frees without a block; "
             f"{parking.blocks} parked for other streams, {parking.bytes_us / 1e12:.3g} MB·s, "
             f"longest {parking.longest_us / 1e3:.3g} ms, at most {parking.peak_bytes} bytes at once"
+            + "".join(f"\nnote: {note}" for note in self.notes)
         )
 
 
@@ -164,7 +168,7 @@ def lifetimes(trace: Trace) -> Lifetimes:
     return Lifetimes(
         table[:, 0], table[:, 1], table[:, 2], table[:, 3].astype("i4"), table[:, 4].astype("i4"),
         moments[table[:, 5]], np.where(early, begin, moments[requested]), moments[completed], parked, begin, end,
-        before, len(live), len(waiting), orphans, trace.pools, trace.sites,
+        before, len(live), len(waiting), orphans, trace.pools, trace.sites, trace.notes,
     )  # fmt: skip
 
 

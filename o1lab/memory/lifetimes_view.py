@@ -61,6 +61,7 @@ def drawn(lives: Lifetimes) -> go.Figure:
     kept = int(lives.size[np.isnan(lives.requested_us)].sum())
     rest = f"{_bytes(kept)} are never freed" if kept else "all are freed"
     title = f"{len(lives):,} blocks hold at most {_bytes(peak)}; {rest}".replace(",", " ")
+    title = next((note.split(",")[0].capitalize() for note in lives.notes if note.startswith("no history")), title)
     span = (lives.end_us - lives.begin_us) / scale
     figure.update_layout(
         template="o1lab", title_text="<br>".join(textwrap.wrap(title, plots.TITLE_COLUMNS)), height=680,

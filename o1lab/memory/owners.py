@@ -57,7 +57,7 @@ def mark(*, seconds: float = 10.0) -> Mark:
     """
     gc.collect()  # garbage would die later, and its addresses would be taken by new objects
     was = _quieten()
-    heap = Heap(gc.get_objects(), time.monotonic() + seconds)
+    heap = Heap(gc.get_objects(), time.monotonic() + seconds, edges=False)
     try:
         return Mark.of(heap)
     finally:

@@ -165,6 +165,11 @@ class _Replay:
         self.allocator = CachingAllocator(wanted, trace.pools)
         self.live: dict[int, Block | None] = {}
         self.notes: list[str] = list(trace.notes)
+        if wanted.garbage_collection_threshold and wanted.capacity_bytes is None:
+            self.notes.append(
+                f"garbage_collection_threshold={wanted.garbage_collection_threshold:g} has no effect without a "
+                "capacity: it is a share of it, and torch collects only under a memory fraction; name capacity_bytes"
+            )
 
     def run(self, base: Simulation | None, emptied: frozenset[int]) -> Simulation:
         trace, allocator, live = self.trace, self.allocator, self.live

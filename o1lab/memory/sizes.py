@@ -167,9 +167,12 @@ def lengths(heap: Heap, sizes: Sizes) -> tuple[np.ndarray, int]:
 
 
 def census(heap: Heap, sizes: Sizes) -> dict[str, int]:
-    """Bytes of all nodes by the full name of their type (tensors: with dtype, shape and device)."""
+    """Bytes of all nodes by the full name of their type (tensors: with dtype, shape and device).
+
+    A storage counts for its tensor: looking at a tensor makes the storage an object too, which may come first here.
+    """
     plain = type(object.__sizeof__)  # written in C: it cannot raise
-    own = sizes.own
+    own, storages = sizes.own, []
     table = _PerType(lambda kind: sys.getsizeof if type(kind.__sizeof__) is plain and not sizes.special(kind) else own)
     for kind in set(map(type, heap.objects)):
         sizes.is_tensor(kind)
@@ -179,8 +182,12 @@ def census(heap: Heap, sizes: Sizes) -> dict[str, int]:
         kind = type(obj)
         if sizes.by_type.get(kind):
             named[sizes.label(obj)] += own(obj)
+        elif kind.__name__ == "UntypedStorage":
+            storages.append(obj)
         else:
             by_type[kind] += table[kind](obj)
+    for storage in storages:
+        by_type[type(storage)] += own(storage)
     for kind, size in by_type.items():
         named[name_of(kind)] += size
     return dict(named)

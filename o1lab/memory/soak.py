@@ -34,6 +34,10 @@ WARM_UP = 64
 """Requests before a piece's first reading."""
 NOT_THERE = -1
 TUNABLE = "glibc.malloc.tcache_count=0"
+EXAMPLE = """example, 10 minutes for each arm, a reading every 10 seconds, then what they say together:
+  python -m o1lab.memory.soak --arm leaky --minutes 10 --into leaky.json
+  python -m o1lab.memory.soak --arm cured --minutes 10 --into cured.json
+  python -m o1lab.memory.soak --report leaky.json cured.json"""
 TUNED = TUNABLE in os.environ.get("GLIBC_TUNABLES", "")
 
 
@@ -138,15 +142,19 @@ def stop_signals() -> Iterator[list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Soak one piece, or report on files."""
-    parser = argparse.ArgumentParser(prog="o1lab.memory.soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--arm", choices=ARMS)
-    parser.add_argument("--into", metavar="FILE", help="file that the piece is appended to")
-    parser.add_argument("--resume", metavar="FILE", help="file whose pieces a new --into begins with")
-    parser.add_argument("--every", type=float, metavar="S", help="seconds between readings")
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--report", nargs="+", metavar="FILE", help="combine these files and print slopes and verdicts")
+    parser = argparse.ArgumentParser(
+        prog="python -m o1lab.memory.soak", description=__doc__.splitlines()[0], epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--minutes", type=float, default=10.0, metavar="MIN", help="how long to serve, in minutes (default 10)")
+    add("--arm", choices=ARMS, help="leaky keeps a view of each request's logits, cured only a running mean")
+    add("--into", metavar="FILE", help="JSON file that the piece is appended to, whole after every reading")
+    add("--resume", metavar="FILE", help="file whose pieces a new --into begins with; without --into it is added to")
+    add("--every", type=float, metavar="S", help="seconds between readings (default 10, or less: 60 readings at least)")
+    add("--model", default="tiny", help="what serves: tiny (default), smollm2, a Hugging Face id or a local folder")
+    add("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
+    add("--report", nargs="+", metavar="FILE", help="serve nothing: print what these files say together, in B/request")
     options = parser.parse_args(argv)
     if options.report:
         for soaked in combine(load(*options.report)):

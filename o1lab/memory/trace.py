@@ -66,7 +66,9 @@ class Trace:
     overflowed : bool or None
         Whether older entries were overwritten; ``None``: the file cannot tell.
     notes : tuple of str
-        What is unknown or was assumed.
+        What is unknown or was assumed; that no history was recorded, where the snapshot holds none.
+    device : int or None
+        Number of the device; ``None``: a saved file of an earlier version, which does not say.
     """
 
     action: np.ndarray
@@ -86,6 +88,7 @@ class Trace:
     capacity_bytes: int | None = None
     overflowed: bool | None = None
     notes: tuple[str, ...] = ()
+    device: int | None = None
 
     def __len__(self) -> int:
         return len(self.action)
@@ -109,7 +112,7 @@ class Trace:
                 known[name] = column
         for name in ("start_segments", "end_segments", "start_blocks", "end_blocks"):
             known[name] = getattr(self, name)
-        names = ("pools", "sites", "settings", "capacity_bytes", "overflowed", "notes")
+        names = ("pools", "sites", "settings", "capacity_bytes", "overflowed", "notes", "device")
         facts: dict[str, Any] = {name: getattr(self, name) for name in names}
         facts |= {"o1lab": "trace 1", "begun_us": int(self.time_us[0]) if len(self) else 0}
         with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
@@ -203,14 +206,14 @@ def load(path: str | Path, *, device: int | None = None, capacity_bytes: int | N
     Parameters
     ----------
     device : int, optional
-        Needed where the pickle holds entries of several devices.
+        Needed where the pickle holds entries of several devices; a saved file holds one device's.
     capacity_bytes : int, optional
         What the recorded process was allowed to reserve, where a memory fraction was set; the pickle does not say.
 
     Raises
     ------
     TraceFileError
-        Missing, truncated, too large, or no snapshot.
+        Missing, truncated, too large, no snapshot, or without this device; the message names those that are there.
     HostileFile
         The pickle would run code or take memory out of proportion; nothing of it was run.
     """
@@ -218,7 +221,7 @@ def load(path: str | Path, *, device: int | None = None, capacity_bytes: int | N
     if data[:2] == b"PK":
         from o1lab.memory.trace_build import unpacked
 
-        return unpacked(data, str(path))
+        return unpacked(data, str(path), device)
     return from_snapshot(plain(data), device=device, capacity_bytes=capacity_bytes)
 
 
@@ -231,7 +234,7 @@ def from_snapshot(
     Raises
     ------
     TraceFileError
-        The dictionary has another form; the message names the entry.
+        The dictionary has another form (the message names the entry), or no such device.
 
     Examples
     --------

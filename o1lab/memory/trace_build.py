@@ -19,6 +19,10 @@ from o1lab.memory.trace_start import Backwards
 
 _CODES = {name: code for code, name in enumerate(t.ACTIONS)}
 _TORCH = ("/torch/", "\\torch\\")
+HOW_TO_RECORD = (
+    "record one with o1lab.memory.trace.record(), or with torch.cuda.memory._record_memory_history() before the work "
+    "and _dump_snapshot(path) after it"
+)
 
 
 class _Names:
@@ -43,13 +47,21 @@ def built(snapshot: Mapping[str, Any], device: int | None, max_entries: int | No
         if len(used) > 1:
             raise TraceFileError(f"entries of devices {used}: name one with device=")
         device = used[0] if used else 0
-    entries = traces[device] if 0 <= device < len(traces) else []
+    elif not 0 <= device < len(traces):
+        there = ", ".join(map(str, range(len(traces)))) or "none"
+        raise TraceFileError(f"no device {device} in this snapshot; devices there: {there}; with entries: {used}")
+    entries = traces[device] if device < len(traces) else []
     pools, sites = _Names((0, 0)), _Sites()
     columns = _columns(entries, pools, sites)
     own = [_checked(segment, dict, "segments") for segment in segments]
     own = [segment for segment in own if _get(segment, "device", int, device) == device]
     end_segments, end_blocks = _end(own, pools, sites)
     notes: list[str] = []
+    if not entries and max_entries is not None:
+        notes.append(f"nothing was allocated or freed on device {device} while the history was on")
+    elif not entries:
+        others = f" (entries of devices {used})" if used else ""
+        notes.append(f"no history was recorded for device {device}{others}, so every figure is 0: {HOW_TO_RECORD}")
     settings = _plain_settings(snapshot.get("allocator_settings"))
     state = Backwards(end_segments, end_blocks, _recorded(settings))
     state.run(columns, pools)
@@ -76,7 +88,7 @@ def built(snapshot: Mapping[str, Any], device: int | None, max_entries: int | No
         **columns, pools=tuple(pools.number), sites=tuple(sites.names.number), start_segments=start_segments,
         end_segments=end_segments, start_blocks=start_blocks, end_blocks=end_blocks,
         settings=settings, capacity_bytes=capacity,
-        overflowed=overflowed, notes=tuple(notes),
+        overflowed=overflowed, notes=tuple(notes), device=device,
     )  # fmt: skip
 
 
@@ -201,13 +213,17 @@ def _end(segments: list[dict[str, Any]], pools: _Names, sites: _Sites) -> tuple[
     return np.array(rows, t.SEGMENT), np.array(blocks, t.BLOCK)
 
 
-def unpacked(data: bytes, path: str) -> t.Trace:
-    """Read what :meth:`o1lab.memory.trace.Trace.save` wrote."""
+def unpacked(data: bytes, path: str, device: int | None = None) -> t.Trace:
+    """Read what :meth:`o1lab.memory.trace.Trace.save` wrote; refuse it if it is another device's than ``device``."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             if sum(part.file_size for part in file.infolist()) > MOST_BYTES:
                 raise TraceFileError(f"{path} would unpack to more than {MOST_BYTES} bytes")
             facts = json.loads(file.read("facts.json"))
+            here = facts.get("device")  # files of earlier versions do not say
+            if device not in (None, here):
+                there = "device not noted in the file" if here is None else f"device {here}"
+                raise TraceFileError(f"no device {device} in {path}; it holds one trace, {there}: leave device= out")
             arrays = {
                 os.path.splitext(name)[0]: np.lib.format.read_array(io.BytesIO(file.read(name)), allow_pickle=False)
                 for name in file.namelist()
@@ -241,7 +257,7 @@ def unpacked(data: bytes, path: str) -> t.Trace:
         return t.Trace(
             **columns, **states, pools=tuple(_pool(pool) for pool in facts["pools"]), sites=tuple(facts["sites"]),
             settings=dict(facts["settings"]), capacity_bytes=facts["capacity_bytes"],
-            overflowed=facts["overflowed"], notes=tuple(facts["notes"]),
+            overflowed=facts["overflowed"], notes=tuple(facts["notes"]), device=here,
         )  # fmt: skip
     except TraceFileError:
         raise

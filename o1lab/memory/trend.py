@@ -175,11 +175,15 @@ class Trend:
         grey = " Grey: left out as warm-up or steps." if self.host.start or (self.device and self.device.start) else ""
         return " ".join(parts) + grey + " Next: o1lab.memory.probe(step) inside the process."
 
+    @property
+    def kind(self) -> str:
+        """The verdict on host and device together: a trend in either counts, and too short only if both are."""
+        said = [growth.verdict for growth in (self.host, self.device) if growth is not None]
+        return next((verdict for verdict in (TREND, NO_TREND) if verdict in said), TOO_SHORT)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, JSON-able."""
-        said = [growth.verdict for growth in (self.host, self.device) if growth is not None]
-        kind = next((verdict for verdict in (TREND, NO_TREND) if verdict in said), TOO_SHORT)
-        return {"kind": kind, "next": NEXT, **asdict(self), "seconds": self.seconds}
+        return {"kind": self.kind, "next": NEXT, **asdict(self), "seconds": self.seconds}
 
     def __str__(self) -> str:
         others = f" and {self.processes - 1} children" if self.processes > 1 else ""

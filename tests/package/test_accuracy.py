@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from o1lab.errors import ProbeError
 from o1lab.memory import accuracy, counters
 from o1lab.memory.catalogue import Case, load
 from o1lab.memory.probe import probe
@@ -82,3 +83,25 @@ def test_a_table_is_as_wide_as_its_cells():
     text = accuracy.table([{"case": "a", "bytes": 1234.5}, {"case": "longer", "bytes": None}])
     assert [line.split() for line in text.splitlines()] == [["case", "bytes"], ["a", "1,234"], ["longer"]]
     assert accuracy.table([]) == ""
+
+
+def test_a_command_for_a_device_waits_until_it_is_asked(monkeypatch):
+    started = []
+    monkeypatch.setattr(accuracy.subprocess, "Popen", lambda *a, **k: started.append(a[0]) or 1 / 0)
+    wait = accuracy.begin("catalogue", 2, "cuda")
+    assert started == []
+    with pytest.raises(ZeroDivisionError):
+        wait()
+    assert started[0][-4:] == ["--runs", "2", "--where", "cuda"]
+
+
+def test_a_command_in_a_process_of_its_own_gets_its_limits():
+    meanwhile = accuracy.begin("catalogue", 1, "cpu")
+    figures = meanwhile()
+    assert [(row["case"], row["form"]) for row in figures.rows] == [
+        ("finished_list", "leaking"),
+        ("finished_list", "cured"),
+    ]
+    assert figures.estimates["owner named first"].value == 1
+    with pytest.raises(ProbeError, match="catalogue failed: .*invalid choice: 'moon'"):
+        accuracy.begin("catalogue", 1, "moon")()

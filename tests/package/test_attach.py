@@ -283,10 +283,24 @@ def test_the_command_writes_readings_and_verdict(run, tmp_path, capsys):
     assert "probe(step)" in content["next"]
 
 
+@pytest.mark.parametrize(
+    ("code", "words", "exit_code"),
+    [(QUIET, ["--samples", "25"], 0), (LEAK, ["--samples", "40"], 1), (QUIET, ["--samples", "5"], 2)],
+)
+def test_the_exit_code_says_what_was_found(run, code, words, exit_code):
+    assert attach.command(options(str(run(code).pid), "--interval", "0.03", *words)) == exit_code
+
+
+def test_help_names_the_exit_codes():
+    parser = argparse.ArgumentParser()
+    attach.configure(parser)
+    assert "exit code: 0 no trend, 1 a trend (unproven), 2 could not judge" in " ".join(parser.format_help().split())
+
+
 def test_a_terminal_gets_one_line_that_is_written_over(monkeypatch, capsys):
     monkeypatch.setattr(progress, "kind", lambda stream: "bar")
     monkeypatch.setenv("COLUMNS", "60")
-    assert attach.command(options(str(os.getpid()), "--seconds", "0.7", "--interval", "0.05")) == 0
+    assert attach.command(options(str(os.getpid()), "--seconds", "0.7", "--interval", "0.05")) == 2  # 15 readings
     live = capsys.readouterr().out.split("\n")[0]
     lines = live.split("\r")[1:]
     assert len(lines) >= 2
@@ -312,7 +326,7 @@ def test_a_signal_ends_the_watch_with_its_summary(run, number):
     command = [sys.executable, "-c", code, str(target.pid), "--interval", "0.05"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
         assert watching.stdout.readline() == "ready\n"
-        time.sleep(1.0)
+        time.sleep(2.0)  # 20 readings are the least that is judged
         watching.send_signal(number)
         out, err = watching.communicate(timeout=20)
     assert watching.returncode == 0, err

@@ -130,6 +130,14 @@ def test_a_shell_puts_everything_back():
     )  # fmt: skip
 
 
+def test_displayed_tensors_are_named_before_the_texts_that_ipython_keeps():
+    one = load("cell_outputs")
+    report = one.probe()
+    assert one.owner_right(report.owners), report.owners[:3]
+    assert report.owners[0].what.startswith("Tensor float32")
+    assert report.unattributed.value < 0.2 * one.bytes_per_request
+
+
 def test_an_unknown_case_names_its_neighbours():
     with pytest.raises(UnknownName, match="finished_list"):
         load("finished_lists")

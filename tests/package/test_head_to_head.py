@@ -109,6 +109,14 @@ def test_the_text_and_the_figure_say_the_same_as_the_table(record):
     assert legend == view.LEGEND
 
 
+@glibc
+def test_a_large_table_is_drawn_at_once(record, monkeypatch):
+    import plotly.graph_objects as go
+
+    monkeypatch.setattr(go.Figure, "add_annotation", None)  # each call looks at all that are there: seconds for 200
+    assert len(figure(record.table()).layout.annotations) > 3
+
+
 def test_records_of_two_devices_join_and_the_later_answer_counts():
     here = Comparison((Cell("probe", "0.1", "a", "leak", "leaking", "needs CUDA"),), {"device": "x86_64"})
     there = Comparison((Cell("probe", "0.1", "a", "leak", "leaking", "ran", found=True),), {"device": "H200"})

@@ -191,6 +191,8 @@ run("y")
 print("works", shell.user_ns["Out"], len(release_notebook().holders) > 0)
 run("f(y)")
 print("direct", [path.path for path in release_notebook().holders if "error_in_exec" in path.path])
+texts = [getattr(shell.history_manager, name) for name in ("outputs", "output_hist_reprs", "exceptions")]
+print("history", *map(len, texts))
 print("again", [path.path for path in release_notebook().holders])
 """
 
@@ -208,6 +210,7 @@ def test_only_one_object_is_released_and_your_variables_are_left():
     assert said["kept"] == "set by hand 20 0"
     assert said["works"].endswith("True")
     assert "error_in_exec" in said["direct"]
+    assert said["history"] == "0 0 0"  # texts shown, and texts of tracebacks
     assert said["again"] == "[]"
 
 

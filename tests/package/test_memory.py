@@ -272,6 +272,19 @@ def test_an_arm_that_fails_says_which_and_why():
         compile_cache.run_arms([{"arm": "odd", "shapes": 0}])
 
 
+def test_arms_share_an_import_and_keep_their_order_and_the_failing_one_is_named(monkeypatch):
+    arms = [
+        {"arm": name, "shapes": shapes, "backend": "none"} for name, shapes in zip("abcd", (1, 2, 3, 0), strict=True)
+    ]
+    started, real = [], compile_cache.subprocess.run
+    monkeypatch.setattr(compile_cache.subprocess, "run", lambda *a, **k: started.append(a) or real(*a, **k))
+    found = compile_cache.run_arms(arms[:3], workers=2)
+    assert [(one.arm, len(one.graphs)) for one in found] == [("a", 1), ("b", 2), ("c", 3)]
+    assert len(started) == (2 if sys.platform == "linux" else 3)
+    with pytest.raises(ProbeError, match=r"arm 'd' failed: .*shapes=0"):
+        compile_cache.run_arms([arms[0], arms[3]], workers=1)
+
+
 def test_a_serving_loop_refuses_what_it_does_not_know(tiny):
     with pytest.raises(UnknownName, match="mean"):
         ServingLoop(tiny[0], log="meen")

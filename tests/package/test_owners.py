@@ -8,12 +8,15 @@ import gc
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from o1lab.memory import counters, heap
+from o1lab.memory import counters, heap, probe
+from o1lab.memory.holding import words
 from o1lab.memory.owners import grown, mark, owners_of
+from o1lab.memory.sizes import Sizes, census
 
 ROUNDS = 30
 CACHE: dict[int, torch.Tensor] = {}
@@ -291,6 +294,67 @@ def test_a_model_kept_by_a_cached_method_is_named():
     assert (path.path, path.kind) == ("functools.lru_cache of Model.encode, key[0]", "lru_cache")
     Model.encode.cache_clear()
     assert ref() is None
+
+
+def test_a_bounded_cache_is_told_from_an_unbounded_one():
+    @functools.lru_cache(maxsize=1000)
+    def bounded(number):
+        return bytes(700)
+
+    @functools.lru_cache(maxsize=8)
+    def full(number):
+        return bytes(700)
+
+    for number in range(40):
+        bounded(number), full(number)
+    assert words([bounded, b""], None).exact == "functools.lru_cache of " + (
+        f"{bounded.__qualname__} (bounded, maxsize 1,000, filled 40)"
+    )
+    assert words([full, b""], None).exact.endswith(".full (full, maxsize 8)")
+    bounded.cache_clear()
+    report = probe(bounded, rounds=6, requests_per_round=16)
+    assert "bounded (bounded, maxsize 1,000, filled " in report.owners[0].path
+    assert "below its maxsize" in report.advice
+    assert "no limit" not in report.advice
+    assert "no limit" in probe(functools.lru_cache(maxsize=None)(bytearray), rounds=6, requests_per_round=16).advice
+
+
+class Worker(threading.Thread):
+    def __init__(self, stop):
+        super().__init__(daemon=True)
+        self.stop, self.mine = stop, bytearray(3000)
+
+    def run(self):
+        self.stop.wait()
+
+
+def wait_for(stop, started):
+    stop.wait()
+
+
+def test_a_thread_that_is_not_joined_is_named_with_its_target():
+    stop, payload = threading.Event(), bytearray(5000)
+    try:
+        threading.Thread(target=wait_for, name="reader", args=(stop, payload), daemon=True).start()
+        before = mark()
+        for _ in range(20):
+            Worker(stop).start()
+        found = grown(before, seconds=60)
+        said = {path.path for path in owners_of(payload, seconds=60)}
+    finally:
+        stop.set()
+    assert found[0].path == "threads […] running Worker.run()"
+    assert (found[0].bytes > 60_000, found[0].what) == (True, "bytearray (3,000)")
+    assert not [path for path in found if path.path.split(".")[0] == "self"]
+    assert "thread 'reader' running wait_for()._args[…]" in said
+
+
+def test_storages_count_for_their_tensors_whichever_object_comes_first():
+    tensor = torch.zeros(1000)
+    for objects in ([tensor, tensor.untyped_storage()], [tensor.untyped_storage(), tensor]):
+        counted = census(SimpleNamespace(objects=objects), Sizes())
+        assert counted["Tensor float32 (1000,) on cpu"] == 4000
+        assert counted["torch.storage.UntypedStorage"] == 0
 
 
 def test_a_tensor_saved_for_backward_and_one_in_a_cycle():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -334,6 +335,13 @@ def test_expandable_segments_grow_in_place_and_give_back_pages():
 def test_settings_that_torch_would_refuse(changes):
     with pytest.raises(SettingsError):
         Settings(**changes)
+
+
+def test_a_collection_threshold_without_a_capacity_is_said_to_have_no_effect(traces):
+    recorded = dataclasses.replace(traces["shared-default"], capacity_bytes=None)
+    assert "garbage_collection_threshold=0.5 has no effect" in str(replay(recorded, garbage_collection_threshold=0.5))
+    known = replay(recorded, garbage_collection_threshold=0.5, capacity_bytes=1 << 40)
+    assert "no effect" not in str(known) + str(replay(recorded))
 
 
 def test_an_unknown_setting_is_named_with_the_known(traces):

@@ -214,3 +214,16 @@ def test_signal_handlers_come_back():
             time.sleep(0.01)
     assert came == ["SIGTERM"]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_help_says_units_defaults_and_an_example(capsys):
+    with pytest.raises(SystemExit) as ended:
+        soak.main(["--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    options = told.split("options:")[1].split("example,")[0]
+    for entry in options.split("\n  --")[1:]:
+        assert len(entry.split()) >= 8, entry  # name, value and what it means
+    told = " ".join(told.split())
+    for words in ("in minutes (default 10)", "seconds between readings", "B/request", "--report leaky.json"):
+        assert words in told

@@ -285,6 +285,43 @@ def test_a_dictionary_of_another_form_is_refused(snapshot):
 def test_one_of_several_devices_is_read():
     snapshot = {"device_traces": [[entry("alloc", 512, 1)], [entry("alloc", 512, 1)] * 2], "segments": []}
     assert len(trace.from_snapshot(snapshot, device=1)) == 2
+    assert trace.from_snapshot(snapshot, device=1).device == 1
+
+
+@pytest.mark.parametrize("device", [2, 5, -1])
+def test_a_device_that_is_not_there_is_refused_and_those_there_are_named(device):
+    snapshot = {"device_traces": [[], [entry("alloc", 512, 1)]], "segments": []}
+    with pytest.raises(TraceFileError, match=f"no device {device} in this snapshot; devices there: 0, 1; .*: \\[1\\]"):
+        trace.from_snapshot(snapshot, device=device)
+
+
+def test_a_saved_trace_holds_one_device_and_refuses_another(tmp_path, recorded):
+    path = tmp_path / "x.trace"
+    of(entry("alloc", 512, 1)).save(path)
+    assert trace.load(path).device == trace.load(path, device=0).device == 0
+    with pytest.raises(TraceFileError, match=r"no device 5 in .*x\.trace; it holds one trace, device 0"):
+        trace.load(path, device=5)
+    dataclasses.replace(recorded, device=None).save(path)  # as written before the number was noted
+    with pytest.raises(TraceFileError, match="device not noted in the file: leave device= out"):
+        trace.load(path, device=0)
+
+
+def test_a_snapshot_without_history_says_so_and_how_to_record_one(monkeypatch):
+    block = {"size": 512, "state": "active_allocated", "address": 512}
+    segment = {"address": 512, "total_size": 2 << 20, "stream": 0, "segment_type": "small", "blocks": [block]}
+    snapshot = {"segments": [segment], "device_traces": [[], [entry("alloc", 512, 1)]]}
+    found = trace.from_snapshot(snapshot, device=0)
+    lives = life.lifetimes(found)
+    for view in (str(simulate(found)), str(lives)):
+        assert r"no history was recorded for device 0 (entries of devices [1])" in view
+        assert "trace.record()" in view
+        assert "_record_memory_history()" in view
+    assert life.figure(lives).layout.title.text.startswith("No history was recorded for device 0")
+    FakeCuda(monkeypatch).snapshot = None
+    monkeypatch.setattr("torch.cuda.memory._snapshot", lambda: {"segments": [], "device_traces": [[]]})
+    with trace.record() as recording:
+        pass
+    assert recording.trace.notes == ("nothing was allocated or freed on device 0 while the history was on",)
 
 
 # recording

@@ -153,22 +153,24 @@ def figure(table: pd.DataFrame) -> go.Figure:
             zmin=-0.5, zmax=len(ORDER) - 0.5, colorscale=steps, showscale=False, xgap=2, ygap=2,
         )
     )  # fmt: skip
+    notes: list[dict[str, Any]] = []  # set at once: plotly looks at all of them again for each that is added
     for case, line in zip(names, grid, strict=True):
         for name, row in zip(tools, line, strict=True):
             said, dark = SHORT.get(row.status, word(row)), mark(row) in ("right", "alarm")
             font = {"size": 13, "color": "#ffffff" if dark else "#444444"}
-            chart.add_annotation(x=name, y=case, text=f"<b>{said}</b>" if dark else said, showarrow=False, font=font)
+            text = f"<b>{said}</b>" if dark else said
+            notes.append({"x": name, "y": case, "text": text, "showarrow": False, "font": font})
     leaks = sum(rows[case, tools[0]].group == "leak" for case in cases)
     if 0 < leaks < len(cases):
         chart.add_hline(y=leaks - 0.5, line={"color": "#1a1a1a", "width": 2, "dash": "dash"})
-    chart.add_annotation(
-        x=0, y=0, xref="paper", yref="paper", xanchor="left", yanchor="top", align="left", text=LEGEND,
-        showarrow=False, font={"size": 14},
-    )  # fmt: skip
+    notes.append({
+        "x": 0, "y": 0, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "top", "align": "left",
+        "text": LEGEND, "showarrow": False, "font": {"size": 14},
+    })  # fmt: skip
     heading = "<br>".join(textwrap.wrap(title(table), plots.TITLE_COLUMNS + 14))
     margin = {"l": 260, "r": 60, "t": 225, "b": 90}
     chart.update_layout(title_text=heading, height=margin["t"] + margin["b"] + 24 * len(cases), margin=margin)
-    chart.update_layout(template="o1lab", hovermode="closest")
+    chart.update_layout(template="o1lab", hovermode="closest", annotations=notes)
     chart.update_xaxes(title_text="tool", title_standoff=90, side="top", tickangle=-35, showgrid=False, ticks="")
     chart.update_yaxes(
         title_text="case",
