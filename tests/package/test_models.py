@@ -186,7 +186,7 @@ def test_unknown_name(name):
     ("name", "message"),
     [
         ("reasoner", "comes with the chains lab later"),
-        ("http://127.0.0.1:8000/v1", "endpoints are not part of this version yet"),
+        ("http://me:secret@127.0.0.1:8000/v1", "must hold no user, password or query"),
         ("./nowhere", "no folder"),
         ("nowhere/model.gguf", "no folder or .gguf file"),
         ("a/b/c", "no folder"),
