@@ -150,10 +150,6 @@ def buffer_bytes(obj: Any) -> int:
     return int(obj.nbytes) if kind.__name__ == "ndarray" and kind.__module__ == "numpy" else -1
 
 
-def _referents(obj: Any) -> list[Any]:
-    return [] if type(obj) in LEAVES else gc.get_referents(obj)
-
-
 class Heap:
     """One look at all live objects. Build it, :meth:`search`, ask, and drop it: it keeps everything alive meanwhile.
 
@@ -173,7 +169,7 @@ class Heap:
         self, objects: list[Any], deadline: float, targets: tuple[Any, ...] = (), *, edges: bool = True
     ) -> None:
         self.objects = objects
-        known = {id(obj) for obj in objects}
+        known = set(map(id, objects))
         self.roots = roots(known)
         for extra in itertools.chain(targets, (root.names for root in self.roots)):
             if id(extra) not in known:
@@ -187,15 +183,16 @@ class Heap:
             if time.monotonic() > deadline:
                 self.whole = False
                 break
-            for referents in map(_referents, chunk):
-                if edges:
-                    counts.append(len(referents))
-                    ids.extend(map(id, referents))
-                for obj in referents:
-                    least = LARGE_LENGTHS.get(type(obj))
-                    if least is not None and (not least or len(obj) >= least) and id(obj) not in known:
-                        known.add(id(obj))
-                        objects.append(obj)
+            lists = [[] if type(obj) in LEAVES else gc.get_referents(obj) for obj in chunk]
+            flat = list(itertools.chain.from_iterable(lists))
+            if edges:
+                counts.extend(map(len, lists))
+                ids.extend(map(id, flat))
+            for obj in itertools.compress(flat, map(LARGE_LENGTHS.__contains__, map(type, flat))):
+                least = LARGE_LENGTHS[type(obj)]
+                if (not least or len(obj) >= least) and id(obj) not in known:
+                    known.add(id(obj))
+                    objects.append(obj)
         self.tracked = tracked
         n = len(objects)
         self.ids = np.fromiter(map(id, objects), np.int64, n)

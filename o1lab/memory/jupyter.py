@@ -207,7 +207,7 @@ def release_notebook(obj: Any = None) -> Released:
     freed += (before.device_allocated or 0) - (after.device_allocated or 0)
     if not wanted:
         return Released(holders, freed, _figures())
-    paths = [] if ref() is None else owners_of(ref(), top=8, seconds=60)
+    paths = [] if ref() is None else owners_of(ref(), top=8)
     left = [path for path in paths if path.kind not in ("unknown", "cycle")]
     return Released(holders, freed, left)
 

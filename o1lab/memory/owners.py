@@ -23,6 +23,8 @@ from o1lab.memory.sizes import Sizes, same_storage
 __all__ = ["Mark", "OwnerPath", "grown", "mark", "owners_of"]
 
 SEARCHED_PATHS = 5000
+SEARCH_SECONDS = 60.0
+"""How long a search may take by default; an idle core needs two to three seconds for half a million objects."""
 FROZEN_BY_USER = 10_000  # Python itself starts with a few hundred frozen objects since 3.12
 
 
@@ -44,7 +46,7 @@ def _restore(was: tuple[bool, bool]) -> None:
         gc.enable()
 
 
-def mark(*, seconds: float = 10.0) -> Mark:
+def mark(*, seconds: float = SEARCH_SECONDS) -> Mark:
     """Remember which objects exist now; give the result to :func:`grown` after some work.
 
     Examples
@@ -65,7 +67,7 @@ def mark(*, seconds: float = 10.0) -> Mark:
         _restore(was)
 
 
-def grown(mark: Mark, *, top: int = 10, seconds: float = 5.0) -> list[OwnerPath]:
+def grown(mark: Mark, *, top: int = 10, seconds: float = SEARCH_SECONDS) -> list[OwnerPath]:
     """Objects that came since ``mark`` and are still there, by the path that holds them, largest first.
 
     What only took the place of something equally large (``self.last = output``) is no growth and is left out. Call it
@@ -89,7 +91,7 @@ def grown(mark: Mark, *, top: int = 10, seconds: float = 5.0) -> list[OwnerPath]
         _restore(was)
 
 
-def owners_of(obj: Any, *, top: int = 5, seconds: float = 5.0) -> list[OwnerPath]:
+def owners_of(obj: Any, *, top: int = 5, seconds: float = SEARCH_SECONDS) -> list[OwnerPath]:
     """Every way by which ``obj`` is held, shortest first: one path per root and direct holder.
 
     The caller's own variable is one of them. Without any path it is garbage (kind ``"cycle"``) or held by C++ or a

@@ -28,7 +28,6 @@ from o1lab.memory.rounds import Rounds, check_counts, check_floor, quiet_process
 REPLAY_ROUNDS = 7  # the first settles what meeting a batch twice costs
 OWNER_ROUNDS = 2
 EMPTIED_ROUNDS = 3
-OWNER_SECONDS = 30.0  # an idle core takes two to three for half a million objects
 
 
 def probe(
@@ -234,7 +233,7 @@ class _Probe:
                 self.requests()
             if judge.kind != "lazy gc":
                 gc.collect()  # garbage is no owner
-            found = owners.grown(mark, top=1000, seconds=OWNER_SECONDS)
+            found = owners.grown(mark, top=1000)
         judge.owners = found
         if judge.total is not None and judge.kind != "lazy gc":
             owned = sum(owner.bytes for owner in found) / (OWNER_ROUNDS * self.per_round)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import itertools
 import sys
 import threading
 import weakref
@@ -456,3 +457,12 @@ def test_compiled_code_is_named_as_dynamos():
     (guards,) = [path for path in paths if "double" in path.path]
     assert {code.kind, guards.kind} == {"dynamo"}
     assert code.bytes > 10_000
+
+
+@pytest.mark.parametrize("search", [lambda kept, before: grown(before), lambda kept, before: owners_of(kept[0])])
+def test_a_slow_machine_is_waited_for(monkeypatch, search):
+    kept, before = [], mark()
+    kept.append(bytearray(300_000))
+    clock = itertools.chain([0.0], itertools.repeat(10.0))  # ten seconds pass before the first object is read
+    monkeypatch.setattr("o1lab.memory.heap.time.monotonic", lambda: next(clock))
+    assert "kept[…]" in [path.path for path in search(kept, before)]

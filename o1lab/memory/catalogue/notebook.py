@@ -44,7 +44,8 @@ def shell(cache_size: int) -> Iterator[Any]:
     bytes_per_request=KV_BYTES,
     owner=r"Out\b|_oh|\b_\d*\b",
     requests_per_round=8,
-    note="with `cache_size` 0 the texts shown stay, in `history_manager.outputs` and `output_hist_reprs` (IPython 9)",
+    note="with `cache_size` 0 the texts shown stay, in `history_manager.outputs` and `output_hist_reprs` (IPython 9): "
+    "`release_notebook()` clears these, too",
 )
 def cell_outputs(leak: bool) -> Iterator[Step]:
     """``Out`` keeps the value of every cell that ends in an expression. Cure: assign it, or end in ``;``."""
