@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from o1lab.models import Model
 
 WEIGHTS = Path(__file__).with_name("weights") / "diluted"
-SIZES = {"tiny": (32, 2, 2, 16, 96), "small": (64, 3, 4, 32, 192), "full": (128, 4, 4, 32, 384)}
+SIZES = {"tiny": (32, 2, 2, 16, 96), "small": (64, 2, 4, 32, 256)}
 """Width, layers, heads, width of a head, inner width."""
 _CACHE = next(name for name in ("cache", "past_key_values") if name in inspect.signature(LlamaModel.forward).parameters)
 
@@ -226,7 +226,7 @@ def build(size: str = "small", seed: int = 0, *, trained_steps: int = 12, step_i
     """A new network whose weights follow from ``seed``; the caller's random state is kept.
 
     >>> sum(weight.numel() for weight in build("small").parameters())
-    234624
+    189440
     """
     if size not in SIZES:
         raise UnknownName("size", size, tuple(SIZES))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 ENDS = ("stop", "cap", "not finite", "context too short")
-ROWS = {"cpu": 64}
+ROWS = {"cpu": 128}
 """Most rows in a batch by device; elsewhere 4,096. Wider ones are no faster on a few cores."""
 MEMORY = {"cpu": (0.25, 2**30), "cuda": (0.6, 2**40)}
 """Share of the free memory that a batch may take by default, and the most bytes."""

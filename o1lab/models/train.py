@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -99,7 +100,7 @@ def _loop(
 ) -> Trained:
     before, begin, saved = run.seconds, time.monotonic(), time.monotonic()
     last_step, last_tokens, last_seconds = run.step, run.tokens, run.seconds
-    total, marks = torch.zeros((), device=run.device), run.config.marks
+    total, marks = torch.zeros(len(run.kinds), device=run.device), run.config.marks
     mark, done = math.floor(run.share * marks) + 1, run.share >= 1
     while not done and not stop.is_set():
         total += run.advance()
@@ -108,8 +109,8 @@ def _loop(
         at_mark = done or stop.is_set() or run.share * marks >= mark
         if not at_mark and time.monotonic() - saved < SAVE_SECONDS:
             continue
-        loss = float(total) / (run.step - last_step)
-        if not (math.isfinite(loss) and run.finite):
+        losses = (total / (run.step - last_step)).tolist()
+        if not (all(map(math.isfinite, losses)) and run.finite):
             raise TrainingError(
                 f"the loss or a weight is not finite between steps {last_step} and {run.step}: take a lower rate than "
                 f"{run.config.rate}; the last good checkpoint, if there was one, is in {folder}"
@@ -120,7 +121,9 @@ def _loop(
             continue
         speed = (run.tokens - last_tokens) / max(run.seconds - last_seconds, 1e-9)
         row = {
-            "step": run.step, "seconds": round(run.seconds, 2), "tokens": run.tokens, "loss": round(loss, 6),
+            "step": run.step, "seconds": round(run.seconds, 2), "tokens": run.tokens,
+            "loss": round(statistics.fmean(losses), 6),
+            "losses": {kind: round(loss, 6) for kind, loss in zip(run.kinds, losses, strict=True)},
             "tokens_per_second": round(speed), "longest": run.longest, "difficulty": round(run.difficulty, 3),
             "accuracy": run.accuracy(),
         }  # fmt: skip

@@ -106,8 +106,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "coupled": {
         "tiny": {"longest": 4, "tokens": 512, "rate": 5e-3, "warm_up": 20, "grow": 0.0, "marks": 5},
-        "small": {"longest": 12, "tokens": 1024, "rate": 3e-3, "grow": 0.0},
-        "full": {"longest": 32, "tokens": 32768, "rate": 2e-3},
+        "small": {"longest": 12, "tokens": 1024, "rate": 3e-3, "weight_decay": 0.08, "grow": 0.0, "ease": 0.2},
     },
 }
 """What differs from ``Config``'s own values by kind and size."""
@@ -148,18 +147,23 @@ class Run:
         grown = min(1.0, self.share / self.config.grow) if self.config.grow else 1.0
         return min(self.config.longest, math.ceil(2 * (self.config.longest / 2) ** grown))
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is learnt side by side: variants, or ``coupled`` alone."""
+        return self.config.variants if self.config.kind == "reasoner" else ("coupled",)
+
     def advance(self) -> torch.Tensor:
-        """One optimiser step; the loss stays on the device."""
+        """One optimiser step; the losses by kind stay on the device."""
         config = self.config
         chance = random.Random(f"{config.seed} {self.step}")
         self.generator.manual_seed(chance.getrandbits(32))
-        kinds = config.variants if config.kind == "reasoner" else ("coupled",)
-        loss = torch.zeros((), device=self.device)
+        losses = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            for kind in kinds:
-                logits, targets = self._predict(kind, config.tokens // len(kinds), chance)
-                loss = loss + nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) / len(kinds)
-        loss.backward()
+            for kind in self.kinds:
+                logits, targets = self._predict(kind, config.tokens // len(self.kinds), chance)
+                losses.append(nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
+        by_kind = torch.stack(losses)
+        by_kind.mean().backward()
         warm = min(1.0, (self.step + 1) / config.warm_up) if config.warm_up else 1.0
         for group in self.optimiser.param_groups:
             group["lr"] = config.rate * warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * self.share)))
@@ -167,7 +171,7 @@ class Run:
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.step += 1
-        return loss.detach()
+        return by_kind.detach()
 
     def _predict(self, kind: str, tokens: int, chance: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and targets of new problems of one kind, about ``tokens`` tokens of them."""
@@ -206,7 +210,7 @@ class Run:
         lengths = sorted({max(1, config.longest // 4), config.longest})
         self.model.eval()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            for kind in config.variants if config.kind == "reasoner" else ("coupled",):
+            for kind in self.kinds:
                 for n in lengths:
                     if kind == "coupled":
                         right = coupled.survival(self.model, n, config.problems, seed=-1, modulus=config.modulus).right

@@ -559,3 +559,17 @@ def test_decay_shows_a_constant_error_as_constant(monkeypatch):
         assert row.accuracy.low - 0.03 < row.predicted < row.accuracy.high + 0.03
         assert row.early.low < 0.0112
         assert row.late.high > 0.009
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_loss_falls_and_a_run_can_be_resumed(tmp_path):
+    made = train.train(config(steps=60, tokens=4096, rate=5e-3, warm_up=5), tmp_path, say=lambda text: None)
+    rows = train.history(tmp_path)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert "CPU" not in reasoner.notes(made.folder / "model")["device"]
+    longer = config(steps=70, tokens=4096, rate=5e-3, warm_up=5)
+    assert train.train(longer, tmp_path, resume=True, say=lambda text: None).step == 70
+    for variant in vocabulary.VARIANTS:
+        batch = batches.make(variant, 3, 9, torch.Generator("cuda").manual_seed(0), shuffled=0.5)
+        sample = as_sample(vocabulary.decode(batch.ids[0, : batch.start]))
+        assert f"{sample.gold} <eos>" == vocabulary.decode(batch.ids[0, batch.start :])
