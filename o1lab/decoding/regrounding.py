@@ -54,7 +54,7 @@ def reground(model: Any, samples: Sequence[Any], every: int = 32, **options: Any
     read = made = calls = 0
     name = style = ""
     while going := [chain for chain in work if not chain.over]:
-        parts = [chains.rest(c.sample, c.done, c.state, asked=min(every, len(c.sample.steps) - c.done)) for c in going]
+        parts = [c.due(every) for c in going]
         report = chains.evaluate(model, parts, **options)
         name, style = report.model, report.style
         read, made, calls = read + prompt_tokens(model, parts, style), made + report.tokens, calls + len(parts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from o1lab.chains import render
+from o1lab.chains.problems import rest
 from o1lab.chains.report import ChainReport, Result
 from o1lab.chains.samples import Sample
 from o1lab.errors import DecodingError
@@ -56,6 +57,10 @@ class Chain:
     done: int = 0
     over: bool = False
     judged: list[tuple[int, Result]] = field(default_factory=list)
+
+    def due(self, every: int) -> Sample:
+        """The next segment: at most ``every`` steps, from the state reached."""
+        return rest(self.sample, self.done, self.state, asked=min(every, len(self.sample.steps) - self.done))
 
     def take(self, result: Result, state: str | None, steps: int) -> None:
         """Append a segment; without a ``state`` to carry the chain ends here."""

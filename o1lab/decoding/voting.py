@@ -93,7 +93,7 @@ def vote(
     name = style = ""
     while going := [chain for chain in work if not chain.over]:
         polls = [
-            Poll(chains.rest(c.sample, c.done, c.state, asked=min(every, len(c.sample.steps) - c.done)))
+            Poll(c.due(every))
             for c in going
         ]  # fmt: skip
         open_polls, wanted = polls, ahead

@@ -15,22 +15,15 @@ from o1lab.memory import catalogue, counters
 from o1lab.memory.catalogue import QUIET, cases, load
 from o1lab.stats import Estimate
 
-pytestmark = pytest.mark.skipif(not counters.has_exact_host(), reason="the exact host counter needs glibc")
+pytestmark = [
+    pytest.mark.skipif(not counters.has_exact_host(), reason="the exact host counter needs glibc"),
+    pytest.mark.usefixtures("one_thread"),
+]
 LEAKS, FIXED, NULLS = (cases(where="cpu", group=group) for group in ("leak", "fixed", "null"))
 
 
 def named(chosen):
     return [pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.slow else []) for one in chosen]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("one", named(LEAKS))

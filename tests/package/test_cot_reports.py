@@ -26,15 +26,9 @@ from o1lab.decoding import (
     rope_in,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 REPORTS = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def report(*sources):

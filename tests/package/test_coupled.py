@@ -12,13 +12,7 @@ from o1lab.errors import ModelError, UnknownName
 from o1lab.models import coupled, decode, train, training, vocabulary
 from o1lab.models import coupled_layout as layout
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

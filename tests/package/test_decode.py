@@ -11,15 +11,9 @@ from o1lab import models
 from o1lab.errors import ModelError
 from o1lab.models import decode, decode_rows
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = (3, 17, 1, 40, 17, 8, 25, 2, 40, 11)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,8 @@ from o1lab.decoding.positions import _Move, _moving
 from o1lab.errors import DecodingError
 from o1lab.models import coupled, coupled_layout
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Each with a knob at which it acts on a prompt of 24 tokens and a text of 32.
 ACTIVE = {
     "log_n": lambda model: log_n(model, 4),
@@ -77,14 +79,6 @@ IDLE = {
 }
 ALL = {**ACTIVE, **{f"idle {name}": make for name, make in IDLE.items()}, "recompute_kv": lambda m: recompute_kv(m, 3)}
 by_name = pytest.mark.parametrize("name", ALL)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -21,15 +21,9 @@ from o1lab.errors import ChainError, EndpointError, EstimateError, ResultsError,
 from o1lab.models import decode_rows, vocabulary
 from o1lab.models.endpoint import Endpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 judge = importlib.import_module("o1lab.chains.evaluate").judge  # the attribute of that name is the function
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -30,13 +30,7 @@ from o1lab.errors import DecodingError
 from o1lab.models import load
 from o1lab.models.decode import greedy
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

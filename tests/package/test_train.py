@@ -17,13 +17,7 @@ from o1lab.chains.samples import FAMILIES, Entry, Sample, worked
 from o1lab.errors import ModelError, TrainingError, UnknownName
 from o1lab.models import batches, checkpoint, measure, operating, reasoner, train, training, vocabulary
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def generator(seed: int = 0) -> torch.Generator:
