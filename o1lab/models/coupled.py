@@ -190,9 +190,9 @@ def survival(
             key = zlib.crc32(f"coupled {steps} {seed} {group}".encode())
             generator = torch.Generator(network.device).manual_seed(key)
             ids = network.config.step_ids
-            problems = layout.make(GROUP, steps, generator, step_ids=ids, modulus=modulus)
+            problems = layout.make(GROUP, steps, generator, step_ids=ids, modulus=modulus).first(n - group * GROUP)
             wrong.append((decode if free else forced)(network, problems) != problems.targets)
-    return ended(torch.cat(wrong)[:n].cpu().numpy(), steps, ["operator", "operand", "state"])
+    return ended(torch.cat(wrong).cpu().numpy(), steps, ["operator", "operand", "state"])
 
 
 @contextmanager

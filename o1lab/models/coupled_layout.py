@@ -43,6 +43,10 @@ class Problems:
     slots: torch.Tensor
     targets: torch.Tensor
 
+    def first(self, rows: int) -> Problems:
+        """The first ``rows`` problems."""
+        return Problems(self.words[:rows], self.ids[:rows], self.slots[:rows], self.targets[:rows])
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -99,9 +99,9 @@ def survival(model: LlamaForCausalLM, variant: str, steps: int, n: int, seed: in
     for group in range(math.ceil(n / GROUP)):
         key = zlib.crc32(f"measure {variant} {steps} {seed} {group}".encode())
         batch = batches.make(variant, GROUP, steps, torch.Generator(device).manual_seed(key))
-        for part in batch.ids.split(rows):
+        for part in batch.ids[: n - group * GROUP].split(rows):
             some = batches.Batch(variant, part, batch.start, steps, steps)
             wrong.append(reasoner.logits(model, some).argmax(-1) != part[:, batch.start :])
     operand, state = batches.OPERAND_WIDTH[variant], batches.STATE_WIDTH[variant]
     parts = ["label", "operator", *["operand"] * operand, *["state"] * state]
-    return ended(torch.cat(wrong)[:n].cpu().numpy(), steps, parts)
+    return ended(torch.cat(wrong).cpu().numpy(), steps, parts)

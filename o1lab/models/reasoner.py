@@ -21,8 +21,10 @@ from o1lab.models import gguf, vocabulary
 from o1lab.models.batches import Batch
 from o1lab.storage import write_json
 
-SIZES = {"tiny": (64, 2, 2, 128), "small": (128, 4, 4, 384), "full": (256, 6, 8, 1024)}
+SIZES = {"tiny": (64, 2, 2, 128), "small": (128, 4, 4, 384), "full": (256, 6, 4, 1024)}
 """Width, layers, heads, inner width."""
+THETA = 500_000.0
+"""Base of the rotary frequencies: half of a head's dimensions hardly turn within a chain, so step ids meet there."""
 CONTEXT = 4096
 NOTES = "training.json"
 """File beside the weights that says how they came about."""
@@ -53,8 +55,9 @@ def build(size: str = "small", seed: int = 0) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(vocabulary.TOKENS), hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True,
-        max_position_embeddings=CONTEXT, pad_token_id=vocabulary.PAD, bos_token_id=vocabulary.BOS,
-        eos_token_id=vocabulary.EOS,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        pad_token_id=vocabulary.PAD, bos_token_id=vocabulary.BOS, eos_token_id=vocabulary.EOS,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

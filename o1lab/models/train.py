@@ -1,7 +1,7 @@
 """Train the lab's own models: ``python -m o1lab.models.train --size small --seconds 60 --out runs/reasoner``.
 
-Problems are made on the device and never repeated: what step i sees follows from the seed and i. Chains grow from two
-steps to ``longest``, and the kinds of steps come in one after the other. A run stopped by Ctrl-C, by the clock of
+Problems are made on the device and never repeated. Chains grow from a few steps to ``longest``, and the kinds of steps
+come in one after the other. A run stopped by Ctrl-C, by the clock of
 another program or by an error goes on with ``--resume``; on a CPU with a budget of steps (not of seconds), to the bit.
 """
 
@@ -101,16 +101,20 @@ def _loop(
     before, begin, saved = run.seconds, time.monotonic(), time.monotonic()
     last_step, last_tokens, last_seconds = run.step, run.tokens, run.seconds
     total, marks = torch.zeros(len(run.kinds), device=run.device), run.config.marks
+    counts = [0] * len(run.kinds)
     mark, done = math.floor(run.share * marks) + 1, run.share >= 1
     while not done and not stop.is_set():
-        total += run.advance()
+        place, loss = run.advance()
+        total[place] += loss
+        counts[place] += 1
         run.seconds = before + time.monotonic() - begin
         done = run.share >= 1 or watch(run)
         at_mark = done or stop.is_set() or run.share * marks >= mark
         if not at_mark and time.monotonic() - saved < SAVE_SECONDS:
             continue
-        losses = (total / (run.step - last_step)).tolist()
-        if not (all(map(math.isfinite, losses)) and run.finite):
+        parts = zip(run.kinds, total.tolist(), counts, strict=True)
+        losses = {kind: loss / count for kind, loss, count in parts if count}
+        if not (all(map(math.isfinite, losses.values())) and run.finite):
             raise TrainingError(
                 f"the loss or a weight is not finite between steps {last_step} and {run.step}: take a lower rate than "
                 f"{run.config.rate}; the last good checkpoint, if there was one, is in {folder}"
@@ -122,9 +126,9 @@ def _loop(
         speed = (run.tokens - last_tokens) / max(run.seconds - last_seconds, 1e-9)
         row = {
             "step": run.step, "seconds": round(run.seconds, 2), "tokens": run.tokens,
-            "loss": round(statistics.fmean(losses), 6),
-            "losses": {kind: round(loss, 6) for kind, loss in zip(run.kinds, losses, strict=True)},
-            "tokens_per_second": round(speed), "longest": run.longest, "difficulty": round(run.difficulty, 3),
+            "loss": round(statistics.fmean(losses.values()), 6),
+            "losses": {kind: round(loss, 6) for kind, loss in losses.items()}, "tokens_per_second": round(speed),
+            "longest": {kind: run.longest(kind) for kind in run.kinds}, "difficulty": round(run.difficulty, 3),
             "accuracy": run.accuracy(),
         }  # fmt: skip
         with (folder / LOG).open("a", encoding="utf-8") as stream:
@@ -133,6 +137,7 @@ def _loop(
         mark, run.seconds = math.floor(run.share * marks) + 1, before + time.monotonic() - begin
         last_step, last_tokens, last_seconds = run.step, run.tokens, run.seconds
         total.zero_()
+        counts = [0] * len(run.kinds)
     rows = history(folder)
     notes = {
         "config": plain(run.config), "step": run.step, "tokens": run.tokens, "seconds": round(run.seconds, 1),
@@ -148,10 +153,13 @@ def _loop(
 def line(row: dict[str, Any], share: float) -> str:
     """A row of the log for a person."""
     by_kind = row["accuracy"].items()
-    parts = [f"{kind} " + " ".join(f"{n}: {value:.0%}" for n, value in by.items()) for kind, by in by_kind]
+    parts = [
+        f"{kind} (N ≤ {row['longest'][kind]}) " + " ".join(f"{n}: {value:.0%}" for n, value in by.items())
+        for kind, by in by_kind
+    ]
     return (
         f"{share:4.0%} · step {row['step']} · {row['seconds']:.0f} s · loss {row['loss']:.4f} · "
-        f"{row['tokens_per_second']:,} tokens/s · N ≤ {row['longest']} · whole chains: {', '.join(parts)}"
+        f"{row['tokens_per_second']:,} tokens/s · whole chains: {', '.join(parts)}"
     )
 
 

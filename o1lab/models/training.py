@@ -1,7 +1,8 @@
 """What a training run does and where it stands: its settings, its problems, one optimiser step.
 
-What step i sees follows from the seed and i alone. Chains grow from two steps to ``longest``, and the kinds of steps
-(operands, digits, rules, entities) come in one after the other.
+Each step learns one kind of chain, in turn. What step i sees follows from the seed, i, and how far the kinds have
+come: the kinds of steps (operands, digits, rules, entities) come in one after the other, and chains grow from a few
+steps to ``longest`` as they are mastered (:mod:`~o1lab.models.ladder`) or, for the coupled model, by the clock.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 
 from o1lab.errors import TrainingError, UnknownName
 from o1lab.models import batches, checkpoint, coupled, coupled_layout, measure, reasoner, vocabulary
+from o1lab.models.ladder import EVERY, Ladder
 
 GRID = tuple(n for n in range(1, 513) if n <= 8 or n % (1 << max(0, n.bit_length() - 3)) == 0)
 """Program lengths in use (1 to 8, 10, 12, 14, 16, 20, …): few shapes, so that memory and compiled code are reused."""
@@ -38,11 +40,17 @@ class Config:
     steps, seconds : int, float
         The budget, in optimiser steps or in seconds of wall-clock time; exactly one is positive.
     tokens : int
-        Tokens in a step, over all variants.
+        Tokens in a step.
     rate, warm_up, weight_decay : float, int, float
         AdamW; the rate falls to 3 % along a cosine.
+    pace : float
+        Share of the longest chains of a variant that must be right before it gets longer ones; 0: by the clock.
     grow, ease : float
-        Shares of the run in which N grows to ``longest``, and in which all kinds of steps come in.
+        Shares of the run in which N grows to ``longest``, and in which all kinds of steps come in. With ``pace``,
+        ``grow`` is the share after which all kinds are at their longest, mastered or not.
+    shuffled : float
+        Share of programs shown in random order. A program in order can be read by position; one out of order has to
+        be looked up by its step ids.
     reach : int
         N whose distances are shown through random gaps in the positions, in half of the batches; 0: no gaps.
     variants : tuple of str
@@ -67,8 +75,10 @@ class Config:
     rate: float = 2e-3
     warm_up: int = 100
     weight_decay: float = 0.01
+    pace: float = 0.0
     grow: float = 0.5
     ease: float = 0.3
+    shuffled: float = 0.75
     reach: int = 0
     variants: tuple[str, ...] = vocabulary.VARIANTS
     modulus: int = vocabulary.NUMBERS
@@ -87,7 +97,7 @@ class Config:
         if (self.steps > 0) == (self.seconds > 0) or min(self.steps, self.seconds) < 0:
             raise TrainingError(f"steps={self.steps}, seconds={self.seconds}: give a budget in one of them")
         positive = {name: getattr(self, name) for name in ("tokens", "rate", "longest", "problems", "marks")}
-        shares = {name: getattr(self, name) for name in ("grow", "ease")}
+        shares = {name: getattr(self, name) for name in ("grow", "ease", "pace", "shuffled")}
         wrong = [name for name, value in positive.items() if not (math.isfinite(value) and value > 0)]
         wrong += [name for name, value in shares.items() if not 0 <= value <= 1]
         wrong += [] if self.longest < vocabulary.STEPS and self.reach < vocabulary.STEPS else ["longest or reach"]
@@ -102,7 +112,14 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "reasoner": {
         "tiny": {"longest": 4, "tokens": 1024, "problems": 16, "marks": 5},
         "small": {"problems": 16, "marks": 10},
-        "full": {"longest": 192, "tokens": 65536, "rate": 1e-3, "warm_up": 300, "problems": 128},
+        "full": {
+            "longest": 128,
+            "tokens": 32768,
+            "pace": 0.8,
+            "grow": 0.7,
+            "warm_up": 300,
+            "problems": 128,
+        },
     },
     "coupled": {
         "tiny": {"longest": 4, "tokens": 512, "rate": 5e-3, "warm_up": 20, "grow": 0.0, "marks": 5},
@@ -126,6 +143,7 @@ class Run:
         self.generator = torch.Generator(device)
         self.step = self.tokens = 0
         self.seconds = 0.0
+        self.ladder = Ladder(self.kinds, config.longest, config.pace, device)
         if config.compiled:
             for layer in self.model.model.layers:
                 layer.compile(dynamic=True)
@@ -141,29 +159,29 @@ class Run:
         """Share of the kinds of steps in use."""
         return min(1.0, self.share / self.config.ease) if self.config.ease else 1.0
 
-    @property
-    def longest(self) -> int:
-        """Longest program in use now; it grows by equal factors."""
-        grown = min(1.0, self.share / self.config.grow) if self.config.grow else 1.0
-        return min(self.config.longest, math.ceil(2 * (self.config.longest / 2) ** grown))
+    def longest(self, kind: str) -> int:
+        """Longest program in use now for one kind of chain."""
+        config = self.config
+        if config.pace:
+            return self.ladder.at(kind, late=self.share >= config.grow)
+        grown = min(1.0, self.share / config.grow) if config.grow else 1.0
+        return min(config.longest, math.ceil(2 * (config.longest / 2) ** grown))  # by equal factors
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """What is learnt side by side: variants, or ``coupled`` alone."""
         return self.config.variants if self.config.kind == "reasoner" else ("coupled",)
 
-    def advance(self) -> torch.Tensor:
-        """One optimiser step; the losses by kind stay on the device."""
+    def advance(self) -> tuple[int, torch.Tensor]:
+        """One optimiser step on one kind of chain: its place among ``kinds``, and the loss, left on the device."""
         config = self.config
         chance = random.Random(f"{config.seed} {self.step}")
         self.generator.manual_seed(chance.getrandbits(32))
-        losses = []
+        place = self.step % len(self.kinds)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            for kind in self.kinds:
-                logits, targets = self._predict(kind, config.tokens // len(self.kinds), chance)
-                losses.append(nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
-        by_kind = torch.stack(losses)
-        by_kind.mean().backward()
+            logits, targets = self._predict(self.kinds[place], chance)
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss.backward()
         warm = min(1.0, (self.step + 1) / config.warm_up) if config.warm_up else 1.0
         for group in self.optimiser.param_groups:
             group["lr"] = config.rate * warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * self.share)))
@@ -171,13 +189,16 @@ class Run:
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.step += 1
-        return by_kind.detach()
+        if config.pace and self.step % EVERY == 0:
+            self.ladder.climb()
+        return place, loss.detach()
 
-    def _predict(self, kind: str, tokens: int, chance: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    def _predict(self, kind: str, chance: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and targets of new problems of one kind, about ``tokens`` tokens of them."""
-        drawn = chance.randint(1, self.longest)
+        tokens, longest = self.config.tokens, self.longest(kind)
+        drawn = longest if self.config.pace and chance.random() < 0.25 else chance.randint(1, longest)
         if kind == "coupled":  # longer ones hold more pairs of ids to tell apart
-            drawn = max(drawn, chance.randint(1, self.longest))
+            drawn = max(drawn, chance.randint(1, longest))
         steps = max(n for n in GRID if n <= drawn)
         if kind == "coupled":
             settings = {"step_ids": self.config.step_ids, "modulus": self.config.modulus}
@@ -191,13 +212,17 @@ class Run:
         size = chance.choice((batches.REACHABLE, batches.REACHABLE, batches.REACHABLE, 16, 24))
         rows = max(1, tokens // sum(batches.tokens(kind, steps, asked, size)))
         batch = batches.make(
-            kind, rows, steps, self.generator, asked=asked, shuffled=0.5, entities=size, difficulty=self.difficulty
-        )
+            kind, rows, steps, self.generator, asked=asked, shuffled=self.config.shuffled, entities=size,
+            difficulty=self.difficulty,
+        )  # fmt: skip
         self.tokens += batch.ids.numel()
         positions = None
         if self.config.reach and chance.random() < 0.5:
             positions = reasoner.gapped(batch, sum(batches.tokens(kind, self.config.reach)), self.generator)
-        return reasoner.logits(self.model, batch, positions), batch.ids[:, batch.start :]
+        logits, targets = reasoner.logits(self.model, batch, positions), batch.ids[:, batch.start :]
+        if self.config.pace:
+            self.ladder.saw(kind, steps, (logits.detach().argmax(-1) == targets).all(1))
+        return logits, targets
 
     @property
     def finite(self) -> bool:
@@ -223,6 +248,7 @@ class Run:
     def save(self, folder: Path) -> None:
         """Write a checkpoint."""
         state = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "config": plain(self.config)}
+        state["ladder"] = self.ladder.state()
         checkpoint.save(folder, self.model, self.optimiser, state)
 
     def restore(self, folder: Path) -> None:
@@ -230,6 +256,7 @@ class Run:
         state = checkpoint.read(folder, plain(self.config))
         checkpoint.restore(folder, state, self.model, self.optimiser)
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.ladder.restore(state["ladder"])
 
 
 def preset(kind: str, size: str, **changes: Any) -> Config:

@@ -456,7 +456,7 @@ def test_the_first_n_problems_are_the_same_whatever_n_is(monkeypatch):
     monkeypatch.setattr(reasoner, "logits", logits)
     for n in (3, 70):
         assert measure.survival(model, "modular", 3, n).right.shape == (n,)
-    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[1][:3])
     with pytest.raises(TrainingError, match="the model takes 4096"):
         measure.survival(model, "digits", 400, 1)
     with pytest.raises(TrainingError, match="n=0"):

@@ -1,0 +1,74 @@
+"""The curriculum of the reasoner: each kind of chain grows longer as it is mastered, not by the clock.
+
+What has to form first is the look-up by step id. Chains that are too short hardly need it, and in chains that are too
+long the right key is one of too many. So a kind stays where it is until most of its longest chains come out right.
+
+>>> rungs(64)
+(8, 12, 20, 32, 64)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+FIRST, FACTOR = 8, 1.6
+"""The shortest longest chain, and the step from rung to rung."""
+ROWS = 128
+"""Chains that are looked at before a kind may climb."""
+EVERY = 8
+"""Steps between two looks: a look waits for the device."""
+
+
+def rungs(longest: int) -> tuple[int, ...]:
+    """Longest N, rung by rung."""
+    made, n = [min(FIRST, longest)], float(FIRST)
+    while made[-1] < longest:
+        n *= FACTOR
+        made.append(longest if n * math.sqrt(FACTOR) > longest else int(n))
+    return tuple(made)
+
+
+class Ladder:
+    """Where each kind of chain stands.
+
+    Parameters
+    ----------
+    pace : float
+        Share of the longest chains that must be right before a kind climbs.
+    """
+
+    def __init__(self, kinds: Sequence[str], longest: int, pace: float, device: torch.device) -> None:
+        self.kinds, self.pace, self.rungs = tuple(kinds), pace, rungs(longest)
+        self.height = [0] * len(self.kinds)
+        self._seen = torch.zeros(len(self.kinds), 2, dtype=torch.float64, device=device)
+
+    def at(self, kind: str, late: bool = False) -> int:
+        """Longest N of ``kind`` now; that of the last rung when it is ``late``."""
+        return self.rungs[-1 if late else self.height[self.kinds.index(kind)]]
+
+    def saw(self, kind: str, steps: int, right: torch.Tensor) -> None:
+        """Count chains of N = ``steps``: ``right`` says for each whether all of it is; short ones do not count."""
+        if steps >= 0.7 * self.at(kind):
+            counted = torch.stack([right.sum(), torch.full_like(right.sum(), right.numel())])
+            self._seen[self.kinds.index(kind)] += counted
+
+    def climb(self) -> None:
+        """Let each kind that is ready climb one rung."""
+        for place, (right, rows) in enumerate(self._seen.tolist()):
+            if rows >= ROWS:
+                self._seen[place] = 0
+                if right >= self.pace * rows:
+                    self.height[place] = min(self.height[place] + 1, len(self.rungs) - 1)
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"height": list(self.height), "seen": self._seen.tolist()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to :meth:`state`."""
+        self.height = list(state["height"])
+        self._seen.copy_(torch.tensor(state["seen"], dtype=torch.float64))
