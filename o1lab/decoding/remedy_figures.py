@@ -44,8 +44,8 @@ def forest(frame: pd.DataFrame, roles: Mapping[str, str], title: str) -> go.Figu
             )  # fmt: skip
         for name in names:
             if name not in part.index:
-                figure.add_annotation(x=0, y=name, text="does not apply", showarrow=False, row=1, col=column,
-                                      font={"color": "#767676", "size": 13})  # fmt: skip
+                figure.add_annotation(x=0, y=name, text="–", showarrow=False, row=1, col=column,
+                                      font={"color": "#767676", "size": 16})  # fmt: skip
     figure.update_xaxes(range=[-105, 105], tickvals=[-100, -50, 0, 50, 100])
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], range=[-0.6, len(names) - 0.4])
     middle = (len(decays) + 1) // 2
@@ -61,7 +61,9 @@ def forest(frame: pd.DataFrame, roles: Mapping[str, str], title: str) -> go.Figu
 def harm(curves: Mapping[str, Mapping[float, Estimate]], title: str) -> go.Figure:
     """Per-step accuracy against the strength of the bias: a line with its band for each of at most three cases."""
     figure = go.Figure()
-    for style, (name, curve) in zip((STYLES[role] for role in ("fixed", "broken", "control")), curves.items()):
+    for style, (name, curve) in zip(
+        (STYLES[role] for role in ("fixed", "broken", "control")), curves.items(), strict=False
+    ):
         strengths, values = list(curve), list(curve.values())
         spread = {"array": [v.high - v.value for v in values], "arrayminus": [v.value - v.low for v in values]}
         figure.add_scatter(
@@ -81,7 +83,7 @@ def harm(curves: Mapping[str, Mapping[float, Estimate]], title: str) -> go.Figur
 def stopping(ended: Mapping[str, Mapping[str, Estimate]], title: str) -> go.Figure:
     """How answers ended under each rule: stacked shares of exact, premature and overrun."""
     figure, names = go.Figure(), list(ended)
-    looks = dict(zip(KINDS, (("fixed", ""), ("broken", "/"), ("control", "x"))))
+    looks = dict(zip(KINDS, (("fixed", ""), ("broken", "/"), ("control", "x")), strict=True))
     for kind in KINDS:
         role, pattern = looks[kind]
         shares = [100 * ended[name][kind].value for name in names]

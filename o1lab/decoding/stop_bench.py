@@ -109,8 +109,8 @@ def exact(outcomes: Sequence[Outcome]) -> list[bool]:
     return [outcome.kind == "exact" for outcome in outcomes]
 
 
-def best_threshold(texts: Sequence[Text]) -> float:
-    """The threshold, of :data:`QUANTILES` of these texts' entropies, with which the article's rule does best on them."""
+def best_threshold(texts: Sequence[Text]) -> tuple[float, float]:
+    """The threshold with which the article's rule does best on these texts, in nats, and which quantile it is."""
     means = np.concatenate([np.convolve(text.entropies[: text.end + 1], np.ones(3) / 3, "valid") for text in texts])
-    tried = [float(np.quantile(means, share)) for share in QUANTILES]
-    return max(tried, key=lambda value: sum(exact(run(texts, "article", value))))
+    tried = [(float(np.quantile(means, share)), share) for share in QUANTILES]
+    return max(tried, key=lambda pair: sum(exact(run(texts, "article", pair[0]))))

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,9 +42,9 @@ class Trial:
     ----------
     right : ndarray of bool, shape (n,)
         Whether the whole chain is right.
-    steps : ndarray of float, shape (n,)
-        Share of a chain's steps that are right, each given the right chain before it; not a number where the chain
-        was decoded, because there only the steps up to the first fault can be judged so.
+    steps : ndarray of bool, shape (n, N)
+        Whether a step is right, given the right chain before it; of shape (n, 0) where the chain was decoded, because
+        there only the steps up to the first fault can be judged so.
     tokens : float
         Read and produced for a chain.
     """
@@ -52,6 +52,10 @@ class Trial:
     right: np.ndarray
     steps: np.ndarray
     tokens: float
+
+    def first(self, n: int) -> Trial:
+        """The first ``n`` problems."""
+        return replace(self, right=self.right[:n], steps=self.steps[:n])
 
     @property
     def accuracy(self) -> Estimate:
@@ -61,7 +65,7 @@ class Trial:
     @property
     def step_accuracy(self) -> Estimate:
         """Share of steps right in per cent; the interval is over chains."""
-        return mean(100 * self.steps, "%")
+        return mean(100 * self.steps.mean(1), "%")
 
 
 @torch.inference_mode()
@@ -88,7 +92,7 @@ def forced(model: Model, samples: Sequence[Sample]) -> Trial:
     wrong, width = np.concatenate(ends), 3 if own else samples[0].tokens_per_step
     count = len(samples[0].steps)
     steps = ~wrong[:, : count * width].reshape(len(wrong), count, width).any(2)
-    return Trial(~wrong.any(1), steps.mean(1), float(size))
+    return Trial(~wrong.any(1), steps, float(size))
 
 
 def _wrong(network: Any, samples: Sequence[Sample]) -> np.ndarray:
@@ -110,19 +114,19 @@ def _coupled_wrong(network: Any, samples: Sequence[Sample]) -> np.ndarray:
     return (coupled.forced(network, problems) != targets).cpu().numpy()
 
 
-def decoded(model: Model, samples: Sequence[Sample], **options: Any) -> tuple[Trial, list[str]]:
-    """The same by decoding step by step, and what was produced; ``options`` of :func:`o1lab.chains.evaluate`."""
+def decoded(model: Model, samples: Sequence[Sample], **options: Any) -> tuple[Trial, list[Any]]:
+    """The same by decoding step by step, and the outputs; ``options`` of :func:`o1lab.chains.evaluate`."""
     report = chains.evaluate(model, samples, progress=False, **options)
     right = np.array([result.right for result in report.results])
     read = sum(len(sample.prompt.split()) for sample in samples)
-    trial = Trial(right, np.full(len(right), math.nan), (read + report.tokens) / len(right))
-    return trial, [result.text for result in report.results]
+    trial = Trial(right, np.empty((len(right), 0), dtype=bool), (read + report.tokens) / len(right))
+    return trial, [(result.text, result.tokens) for result in report.results]
 
 
 def segmented(found: Segmented) -> Trial:
     """What re-grounding or voting gave, as an arm."""
     right = np.array([result.right for result in found.report.results])
-    return Trial(right, np.full(len(right), math.nan), found.tokens / len(right))
+    return Trial(right, np.empty((len(right), 0), dtype=bool), found.tokens / len(right))
 
 
 def difference(first: Trial, second: Trial) -> Estimate:
@@ -131,12 +135,42 @@ def difference(first: Trial, second: Trial) -> Estimate:
 
 
 def step_difference(first: Trial, second: Trial) -> Estimate:
-    """Per-step accuracy of the second arm minus that of the first, in points; the interval is over chains."""
-    return mean(100 * (second.steps - first.steps), "pp")
+    """Per-step accuracy of the second arm minus that of the first, in points; the interval is over chains.
+
+    It is never narrower than Wilson's for none of that many steps, so that arms which happen to agree on a few chains
+    do not look the same for certain.
+    """
+    gap = mean(100 * (second.steps.mean(1) - first.steps.mean(1)), "pp")
+    least = 100 * proportion(0, first.steps.size).high
+    return replace(gap, low=min(gap.low, gap.value - least), high=max(gap.high, gap.value + least))
+
+
+def again(first: Trial, second: Trial) -> Estimate | None:
+    """Share of the first arm's wrong steps that are wrong in the second too, in per cent; ``None`` if none is wrong.
+
+    With the same problems in redrawn contexts it says whether errors hang on the step or on the context.
+    """
+    wrong = ~first.steps
+    return proportion(int((wrong & ~second.steps).sum()), int(wrong.sum())).scaled(100, "%") if wrong.any() else None
+
+
+def changed(first: Sequence[Any], second: Sequence[Any]) -> list[bool]:
+    """Whether each output differs from its partner."""
+    return [a != b for a, b in zip(first, second, strict=True)]
+
+
+def token_ratio(found: Segmented, plain: float, segments: int) -> Estimate:
+    """Tokens read and produced for a chain worked to its right end in ``segments``, over the ``plain`` ones of one go.
+
+    Chains that broke off are left out, because they would make it cheap.
+    """
+    prompt = found.prompt_tokens / found.calls
+    made = [result.tokens + prompt * segments for result in found.report.results if result.right]
+    return mean([tokens / plain for tokens in made], "×")
 
 
 def table(trials: Mapping[tuple[str, str], Trial], *, base: str = "nothing", margin: float = 0.05) -> pd.DataFrame:
-    """One row for each arm against the arm ``base`` of the same decay.
+    """One row for each arm against the arm ``base`` of the same decay; an arm of fewer problems had the first ones.
 
     Parameters
     ----------
@@ -156,7 +190,7 @@ def table(trials: Mapping[tuple[str, str], Trial], *, base: str = "nothing", mar
     for (decay, remedy), trial in trials.items():
         if remedy == base:
             continue
-        first = trials[decay, base]
+        first = trials[decay, base].first(trial.right.size)
         gap, test = difference(first, trial), paired.mcnemar(first.right, trial.right)
         rows.append({
             "decay": decay, "remedy": remedy, "n": gap.n, "before": 100 * first.right.mean(),
