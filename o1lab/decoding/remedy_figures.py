@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ROLES = {"as written": "broken", "ours": "fixed", "control": "control"}
 
+FAINT = {"fillmode": "overlay", "fgcolor": "#ffffff", "fgopacity": 0.35}
+
 
 def forest(frame: pd.DataFrame, roles: Mapping[str, str], title: str) -> go.Figure:
     """Paired differences with their intervals, a column for each decay and a row for each remedy.
@@ -33,7 +35,6 @@ def forest(frame: pd.DataFrame, roles: Mapping[str, str], title: str) -> go.Figu
     figure = make_subplots(1, len(decays), shared_yaxes=True, subplot_titles=decays, horizontal_spacing=0.04)
     for column, decay in enumerate(decays, 1):
         part = frame[frame["decay"] == decay].set_index("remedy")
-        figure.add_vline(x=0, line={"color": "#000000", "dash": "dash", "width": 1}, row=1, col=column)
         for role, style in ((role, STYLES[name]) for role, name in ROLES.items()):
             mine = part.loc[[name for name in names if roles[name] == role and name in part.index]]
             spread = {"array": mine["high"] - mine["difference"], "arrayminus": mine["difference"] - mine["low"]}
@@ -42,11 +43,12 @@ def forest(frame: pd.DataFrame, roles: Mapping[str, str], title: str) -> go.Figu
                 col=column, showlegend=column == 1, error_x={"type": "data", "thickness": 2, **spread},
                 marker={"color": style.colour, "symbol": style.symbol, "size": 11},
             )  # fmt: skip
+        figure.add_vline(x=0, line={"color": "#000000", "dash": "dash", "width": 1}, row=1, col=column)
         for name in names:
             if name not in part.index:
                 figure.add_annotation(x=0, y=name, text="–", showarrow=False, row=1, col=column,
-                                      font={"color": "#767676", "size": 16})  # fmt: skip
-    figure.update_xaxes(range=[-105, 105], tickvals=[-100, -50, 0, 50, 100])
+                                      font={"color": "#767676", "size": 24}, bgcolor="#ffffff")  # fmt: skip
+    figure.update_xaxes(range=[-105, 105], tickvals=[-50, 0, 50])
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], range=[-0.6, len(names) - 0.4])
     middle = (len(decays) + 1) // 2
     for column in range(1, len(decays) + 1):
@@ -74,7 +76,7 @@ def harm(curves: Mapping[str, Mapping[float, Estimate]], title: str) -> go.Figur
     figure.add_vline(x=0.3, line={"color": "#000000", "dash": "dash", "width": 1})
     figure.add_annotation(x=0.3, y=1, yref="paper", text="as written", showarrow=False, xanchor="left", xshift=6)
     figure.update_xaxes(title_text="strength of the bias, α")
-    figure.update_yaxes(title_text="steps right, given the chain so far (%)", rangemode="tozero")
+    figure.update_yaxes(title_text="steps right (%)", range=[0, 106])
     figure.update_layout(title_text=title, template="o1lab", margin={"r": 24}, showlegend=True)
     figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
     return figure
@@ -89,14 +91,15 @@ def stopping(ended: Mapping[str, Mapping[str, Estimate]], title: str) -> go.Figu
         shares = [100 * ended[name][kind].value for name in names]
         figure.add_bar(
             y=names, x=shares, name=kind, orientation="h",
-            marker={"color": STYLES[role].colour, "pattern": {"shape": pattern, "fgcolor": "#ffffff", "size": 6}},
+            marker={"color": STYLES[role].colour, "pattern": {"shape": pattern, **FAINT}},
             text=[f"{share:.0f} %" if share >= 6 else "" for share in shares], textposition="inside",
             insidetextanchor="middle", textfont={"color": "#ffffff"}, textangle=0,
         )  # fmt: skip
     figure.update_xaxes(title_text="answers (%)", range=[0, 100])
     figure.update_yaxes(title_text="stop rule", categoryorder="array", categoryarray=names[::-1])
     figure.update_layout(title_text=title, template="o1lab", barmode="stack", bargap=0.35, margin={"r": 24})
-    figure.update_layout(showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
+    figure.update_layout(showlegend=True)
+    figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"})
     return figure
 
 

@@ -187,7 +187,8 @@ def table(trials: Mapping[tuple[str, str], Trial], *, base: str = "nothing", mar
     import pandas as pd
 
     rows = []
-    for (decay, remedy), trial in trials.items():
+    order = list(dict.fromkeys(decay for decay, _ in trials))
+    for (decay, remedy), trial in sorted(trials.items(), key=lambda item: order.index(item[0][0])):
         if remedy == base:
             continue
         first = trials[decay, base].first(trial.right.size)
