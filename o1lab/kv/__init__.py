@@ -17,6 +17,7 @@ _LATER = {
     "KVShape": "designs", "Growing": "designs", "Static": "designs", "Modelled": "backing", "OnDevice": "backing",
     "Paged": "designs", "Traffic": "traffic", "Request": "traffic", "TrafficError": "traffic",
     "long_cot": "traffic", "from_file": "traffic_files", "from_log": "traffic_files", "Outcome": "replay",
+    "PagedCache": "paged_cache", "pool_for": "layout", "register": "paged_attention", "DecodeLoop": "decode_loop",
     "as_trace": "replay", "needed_bytes": "compare", "inserts": "insertion",
 }  # fmt: skip
 

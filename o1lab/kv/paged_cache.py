@@ -1,0 +1,412 @@
+"""A transformers cache whose keys and values live in the pages of a pool.
+
+It goes where a ``DynamicCache`` goes: ``model.generate(..., past_key_values=PagedCache(model.config, pool))``. Ordinary
+attention gets keys and values gathered from the pages; ``attn_implementation="o1lab_paged"`` (after
+:func:`o1lab.kv.register`) reads the pages themselves, and a decode step of it can be captured in a CUDA graph:
+
+1. Make the cache with ``max_tokens``, so that block tables and lengths never move, and prefill.
+2. ``reserve(n)`` finds the pages of the next n tokens and writes them into the tables, outside the graph.
+3. Capture one forward pass inside ``with cache.recording()``: what runs there on the host is forgotten, as the device
+   has not run it. The pass counts the lengths up on the device.
+4. Each replay writes one token: ``reserve(1)`` before it (nothing to do unless a page is full), ``advance(1)`` after.
+
+:class:`o1lab.kv.decode_loop.DecodeLoop` is these four steps for a whole model. Not for training, and not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import proxy
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from o1lab.attention import PagedKV, quantise
+from o1lab.attention.checks import Problem
+from o1lab.attention.pages import gather
+from o1lab.errors import CacheError
+from o1lab.kv.layout import Heads, Layout
+from o1lab.kv.paged_attention import NAME, Step
+from o1lab.kv.pool import PagePool
+from o1lab.kv.sequences import Sequences
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a :class:`PagedCache`; ``seen`` is how many tokens it has stored of each sequence."""
+
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: PagedCache, index: int) -> None:
+        super().__init__()
+        self._cache, self.index, self.seen = proxy(cache), index, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the cache makes its tables with the first tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As :meth:`PagedCache.update`, for this layer."""
+        return self._cache.update(key_states, value_states, self.index)
+
+    def get_seq_length(self) -> int:
+        """Tokens stored."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that the next ``query_length`` queries will meet, and the position of the first: 0."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """``max_tokens``, or −1 without a limit."""
+        return self._cache.max_tokens or -1
+
+    def _whole(self, *args: Any) -> None:
+        raise CacheError("the layers of a PagedCache share their pages' books: call this on the cache, not on a layer")
+
+    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _whole
+
+
+class PagedCache(Cache):
+    """Keys and values of a batch in pages of a pool, for causal models with plain attention (MHA, GQA, MQA).
+
+    Parameters
+    ----------
+    config : transformers config
+        ``model.config`` itself: its ``attn_implementation`` says what ``update`` returns.
+    pool : PagePool
+        On the model's device. One page holds tokens of one layer; :func:`o1lab.kv.pool_for` makes one that fits.
+    max_tokens : int, optional
+        Most tokens of a sequence. The block tables then never move, which a CUDA graph needs. Without it they grow.
+    dtype : torch.dtype, optional
+        float32, bfloat16 or float16, which must be the keys' own; ``torch.int8`` rounds keys and values with one scale
+        for each token and head. Default: the type of the first keys.
+
+    Attributes
+    ----------
+    owner : str
+        Under which the pool lists its pages.
+    block_tables : Tensor, shape (layers, B, max_pages), int32
+    lengths : Tensor, shape (B,), int32
+
+    Raises
+    ------
+    CacheError
+        A config, type, pool or call that does not fit; :class:`~o1lab.kv.PoolExhausted` where pages are out. The
+        sequences keep what they had; leave the ``with`` block or call :meth:`release` to give their pages back.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from o1lab.kv import pool_for
+    >>> config = LlamaConfig(
+    ...     vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    ... )
+    >>> model, pool = LlamaForCausalLM(config), pool_for(config, 64, device="cpu", dtype=torch.float32, page_tokens=16)
+    >>> with PagedCache(model.config, pool) as cache:
+    ...     out = model.generate(torch.ones(2, 5, dtype=torch.long), past_key_values=cache, max_length=20, min_length=20)
+    ...     len(cache), cache.get_seq_length(), pool.stats().used
+    (2, 19, 8)
+    >>> pool.stats().used
+    0
+    """
+
+    def __init__(
+        self, config: Any, pool: PagePool, *, max_tokens: int | None = None, dtype: torch.dtype | None = None
+    ) -> None:  # fmt: skip
+        if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1):
+            raise CacheError(f"max_tokens={max_tokens!r}: a whole number of tokens, at least 1, or None")
+        self.config = config.get_text_config(decoder=True)
+        self.heads, self.pool, self.max_tokens = Heads.of(self.config, max_tokens), pool, max_tokens
+        if pool.pages < self.heads.layers:
+            raise CacheError(
+                f"the pool has {pool.pages} pages; one request needs at least one for each of {self.heads.layers} layers"
+            )
+        super().__init__(layers=[PagedLayer(self, index) for index in range(self.heads.layers)])
+        self._layout: Layout | None = None
+        self._books: Sequences | None = None
+        self._closed = self._recording = False
+        if dtype is not None:
+            self._bind(dtype)
+
+    def _bind(self, dtype: torch.dtype) -> None:
+        layout = Layout.of(self.heads, self.pool, dtype)
+        needed = self.heads.layers * -(-(self.max_tokens or 1) // layout.page_tokens)
+        if needed > self.pool.pages:
+            raise CacheError(f"max_tokens={self.max_tokens} takes {needed} pages of {self.pool.pages}: no request fits")
+        self._layout = layout
+        self._books = Sequences(self.pool, self.heads.layers, layout.page_tokens, self.max_tokens)
+
+    def __enter__(self) -> PagedCache:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        return self.fork()
+
+    def __repr__(self) -> str:
+        state = "released" if self._closed else f"{max(self.batch_size, 0)} sequences of {self.get_seq_length()} tokens"
+        return f"PagedCache({len(self)} layers, {state})"
+
+    @property
+    def owner(self) -> str | None:
+        """Name of this cache in the pool; None before the first tokens."""
+        return self._books and self._books.owner
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held; −1 while there are none."""
+        return len(self._books.rows) or -1 if self._books else -1
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        return self._used().page_tokens
+
+    @property
+    def block_tables(self) -> Tensor:
+        """Page numbers by layer and sequence; at a fixed address if ``max_tokens`` was given."""
+        return self._used().block_tables
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each sequence on the device."""
+        return self._used().lengths
+
+    def paged(self, layer_idx: int) -> PagedKV:
+        """Pages, table and lengths of one layer, as :func:`o1lab.attention.attend` takes them."""
+        books = self._used()
+        return PagedKV(self._layout.pages, books.block_tables[layer_idx], books.lengths, self._layout.scales)
+
+    # what transformers calls
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Store (B, Hkv, S, D) keys and values of S new tokens; return what attention needs.
+
+        Keys and values (B, Hkv, length, D), or twice the :class:`~o1lab.kv.paged_attention.Step` that the paged
+        implementation reads. The first tokens of empty sequences come back as they were given, also where int8 is kept.
+        """
+        self._check(key_states, value_states, layer_idx)
+        layer, books, tokens = self.layers[layer_idx], self._books, key_states.shape[2]
+        if layer.seen == books.length:
+            self._begin(key_states.shape[0], tokens)
+        if layer.seen + tokens != books.length or len(books.rows) != len(key_states):
+            raise CacheError(
+                f"layer {layer_idx} holds {layer.seen} tokens and is given {tokens}, others hold {books.length}: "
+                f"the last pass did not reach every layer; crop or reset the cache"
+            )
+        self._store(key_states, value_states, layer_idx)
+        layer.seen, layer.is_initialized = books.length, True
+        first = (key_states, value_states) if books.length == tokens else None
+        if self.config._attn_implementation == NAME:
+            step = Step(self.paged(layer_idx), first)
+            return step, step
+        return first or self._gathered(layer_idx, key_states.dtype)
+
+    def _check(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> None:
+        heads = (self.heads.kv_heads, self.heads.head_dim)
+        if self._closed:
+            raise CacheError("the cache was released: its pages belong to others by now; make a new one")
+        if not 0 <= layer_idx < len(self.layers):
+            raise CacheError(f"layer_idx={layer_idx}: the config has {len(self.layers)} layers; is it this model's?")
+        for shape in (key_states.shape, value_states.shape):
+            if len(shape) != 4 or (shape[1], shape[3]) != heads or not (shape[0] and shape[2]):
+                raise CacheError(f"got keys or values of shape {tuple(shape)}; they must be (B, {heads[0]}, S, {heads[1]})")
+        if key_states.requires_grad and torch.is_grad_enabled():
+            raise CacheError("pages keep no gradients: call the model under torch.no_grad()")
+        if key_states.device != self.pool.arena.device:
+            raise CacheError(f"keys are on {key_states.device}, the pool on {self.pool.arena.device}: they must be equal")
+        if self._books is None:
+            self._bind(key_states.dtype)
+        kept = self._layout.pages.dtype
+        if key_states.dtype != value_states.dtype or (kept != torch.int8 and key_states.dtype != kept):
+            raise CacheError(f"keys are {key_states.dtype}, values {value_states.dtype}, pages {kept}")
+
+    def _begin(self, batch: int, tokens: int) -> None:
+        """Room for a step and where it goes: slots (B, S) and pages (layers, B, S)."""
+        books = self._books
+        if not books.rows:
+            books.start(batch)
+        if len(books.rows) != batch:
+            raise CacheError(f"the cache holds {len(books.rows)} sequences and is given {batch}: reset or select first")
+        if not self._recording:
+            books.reserve(tokens)
+        elif books.ready < books.length + tokens:
+            raise CacheError(f"a graph cannot find pages: reserve({tokens}) before the capture")
+        books.extend(tokens)
+        books.lengths.add_(tokens)
+        at = books.lengths.long()[:, None] + torch.arange(-tokens, 0, device=books.lengths.device)
+        columns = torch.div(at, books.page_tokens, rounding_mode="floor")
+        self._slots = at - columns * books.page_tokens
+        self._numbers = books.block_tables.gather(2, columns.expand(len(self), -1, -1)).long()
+
+    def _store(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> None:
+        numbers, slots, layout = self._numbers[layer_idx], self._slots, self._layout
+        new = torch.stack((key_states, value_states), 1).transpose(2, 3)  # (B, 2, S, Hkv, D), as pages are
+        if layout.scales is not None:
+            new, scales = quantise(new)
+            for side in (0, 1):
+                layout.scales.select(1, side)[numbers, slots] = scales[:, side]
+        for side in (0, 1):
+            layout.pages.select(1, side)[numbers, slots] = new[:, side]
+
+    def _gathered(self, layer_idx: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self._recording:
+            raise CacheError(
+                f"attn_implementation={self.config._attn_implementation!r} needs keys of a new length at each step, "
+                f"which no graph can hold: use {NAME!r}"
+            )
+        kv, books, heads = self.paged(layer_idx), self._books, self.heads
+        table = kv.block_table[:, : -(-books.length // books.page_tokens)]
+        sizes = Problem(len(table), 1, heads.kv_heads, heads.kv_heads, heads.head_dim, books.page_tokens,
+                        len(kv.pages), table.shape[1])  # fmt: skip
+        both = gather(kv.pages, table, sizes, dtype, kv.scales)
+        keys, values = (part[:, : books.length].transpose(1, 2) for part in both)
+        return keys, values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let sequence i go on from what was sequence ``beam_idx[i]``; they share pages until one of them writes."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence ``repeats`` times in a row, sharing pages."""
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise CacheError(f"repeats={repeats!r}: a whole number, at least 1")
+        if self._open() and self._books.rows:
+            self._books.select([row for row in range(len(self._books.rows)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        """Keep the sequences at ``indices`` (or where a boolean mask is set), in that order."""
+        if self._open() and self._books.rows:
+            indices = torch.as_tensor(indices)
+            self._books.select((indices.nonzero() if indices.dtype == torch.bool else indices).flatten().tolist())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``−tokens_to_remove`` tokens of each sequence; also after a pass that broke off midway.
+
+        0 forgets nothing. Positive numbers, a length to keep in older transformers, are refused as by newer ones.
+        """
+        held = self._books.length if self._open() else 0
+        if isinstance(tokens_to_remove, bool) or not -held <= int(tokens_to_remove) <= 0:
+            raise CacheError(f"crop({tokens_to_remove}): give −n to forget n of {held} tokens")
+        if tokens_to_remove:
+            self._books.shorten(held + int(tokens_to_remove))
+            self._level()
+
+    def reset(self) -> None:
+        """Give all pages back and start anew, with another batch size if no graph was captured."""
+        if self._open():
+            self._books.release()
+            self._level()
+
+    # beyond transformers
+
+    def release(self) -> None:
+        """Give all pages back for good; any number of times. A later use raises CacheError."""
+        if self._books is not None and not self._closed:
+            self._books.close()
+        self._closed = True
+
+    def fork(self, rows: Sequence[int] | None = None, tokens: int | None = None) -> PagedCache:
+        """A new cache that shares this one's pages (``copy.deepcopy`` does so too); see :meth:`adopt`."""
+        dtype = self._layout.pages.dtype if self._open() else None
+        new = PagedCache(self.config, self.pool, max_tokens=self.max_tokens, dtype=dtype)
+        if self._books and self._books.rows and self._books.length:
+            new.adopt(self, rows, tokens)
+        return new
+
+    def adopt(self, other: PagedCache, rows: Sequence[int] | None = None, tokens: int | None = None) -> None:
+        """Begin with the first ``tokens`` tokens of the sequences at ``rows`` of another cache over the same pool.
+
+        A row may be named several times. Nothing is copied but, at the first write, a last page that is not full.
+
+        Raises
+        ------
+        CacheError
+            Another pool, model or type, a row or length that ``other`` does not have, or this cache is not empty.
+        """
+        if not other._open():
+            raise CacheError("there is nothing to adopt: the other cache is empty")
+        self._open()
+        if other.heads != self.heads:
+            raise CacheError(f"the other cache is for {other.heads}, this one for {self.heads}")
+        kept = other._layout.pages.dtype
+        if self._books is None:
+            self._bind(kept)
+        if kept != self._layout.pages.dtype:
+            raise CacheError(f"the other cache keeps {kept}, this one {self._layout.pages.dtype}")
+        source = other._books
+        rows = range(len(source.rows)) if rows is None else rows
+        self._books.adopt(source, list(rows), source.length if tokens is None else tokens)
+        self._level()
+
+    def reserve(self, tokens: int, batch: int | None = None) -> None:
+        """Find the pages of the next ``tokens`` tokens of each sequence, and copy what is shared, before they come.
+
+        ``batch`` is needed while the cache is empty; so is ``dtype`` at its making.
+
+        Raises
+        ------
+        PoolExhausted
+            Nothing was reserved then.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise CacheError(f"tokens={tokens!r}: a whole number, at least 0")
+        books = self._used()
+        if not books.rows:
+            if not batch:
+                raise CacheError(f"the cache is empty and batch={batch!r}: say for how many sequences to reserve")
+            books.start(batch)
+        books.reserve(tokens)
+
+    def advance(self, tokens: int = 1) -> None:
+        """Count ``tokens`` that a replayed graph has written, and counted on the device.
+
+        Raises
+        ------
+        CacheError
+            They were not reserved: what the graph wrote went into pages of others.
+        """
+        books = self._used()
+        if tokens < 0 or books.length + tokens > books.ready:
+            raise CacheError(f"advance({tokens}): {books.ready - books.length} tokens were reserved; reserve before replay")
+        books.extend(tokens)
+        self._level()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Capture a CUDA graph inside: the host's counts are put back after it, and from then on tables stay in place.
+
+        Reserve the captured tokens before.
+        """
+        books = self._used()
+        if self.max_tokens is None or not books.rows:
+            raise CacheError(f"max_tokens={self.max_tokens}, {len(books.rows)} sequences: a graph needs both to be known")
+        length, self._recording, books.fixed = books.length, True, True
+        try:
+            yield
+        finally:
+            self._recording, books.length = False, length
+            self._level()
+
+    def _open(self) -> bool:
+        """Whether there are books; a released cache raises."""
+        if self._closed:
+            raise CacheError("the cache was released: its pages belong to others by now; make a new one")
+        return self._books is not None
+
+    def _used(self) -> Sequences:
+        if not self._open():
+            raise CacheError("the cache has no type yet: give dtype at its making, or prefill first")
+        return self._books
+
+    def _level(self) -> None:
+        for layer in self.layers:
+            layer.seen = self._books.length
