@@ -7,14 +7,16 @@ A page holds ``page_tokens`` tokens of one layer as (2, T, Hkv, D): keys, then v
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from o1lab.attention import quantise
+from o1lab.attention.checks import Problem
+from o1lab.attention.pages import gather
 from o1lab.attention.splits import MOST_HEAD_DIM, blocks
 from o1lab.errors import CacheError
 from o1lab.kv.pool import PagePool
-
-if TYPE_CHECKING:
-    import torch
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
@@ -87,8 +89,6 @@ class Layout:
         CacheError
             A page does not hold one token, or does not start where ``dtype`` can be read.
         """
-        import torch
-
         each = heads.token_bytes(dtype)
         fit, step = pool.page_bytes // each, blocks(dtype.itemsize, 2, heads.head_dim).block_n
         if not fit:
@@ -110,6 +110,24 @@ class Layout:
         scales = rows[:, end : end + 8 * tokens * heads.kv_heads].view(torch.float32)
         return cls(tokens, pages, scales.unflatten(1, (2, tokens, heads.kv_heads)))
 
+    def store(self, numbers: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write (B, Hkv, S, D) keys and values to the pages and slots (B, S) of their tokens."""
+        new = torch.stack((keys, values), 1).transpose(2, 3)  # (B, 2, S, Hkv, D), as pages are
+        if self.scales is not None:
+            new, scales = quantise(new)
+            for side in (0, 1):
+                self.scales.select(1, side)[numbers, slots] = scales[:, side]
+        for side in (0, 1):
+            self.pages.select(1, side)[numbers, slots] = new[:, side]
+
+    def gathered(self, table: torch.Tensor, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (B, Hkv, length, D) of the pages in a table (B, max_pages), in ``dtype``."""
+        table = table[:, : -(-length // self.page_tokens)]
+        count, _, tokens, kv_heads, head_dim = self.pages.shape
+        sizes = Problem(len(table), 1, kv_heads, kv_heads, head_dim, tokens, count, table.shape[1])
+        keys, values = gather(self.pages, table, sizes, dtype, self.scales)
+        return keys[:, :length].transpose(1, 2), values[:, :length].transpose(1, 2)
+
 
 def pool_for(
     config: Any, tokens: int, *, device: str | torch.device, dtype: torch.dtype, page_tokens: int = 128
@@ -130,4 +148,5 @@ def pool_for(
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     heads = Heads.of(config, window)
     size = page_tokens * heads.token_bytes(dtype)
-    return PagePool(heads.layers * -(-tokens // page_tokens) * size, device=device, page_bytes=size, chunk_bytes=256 * size)
+    pages = heads.layers * -(-tokens // page_tokens)
+    return PagePool(pages * size, device=device, page_bytes=size, chunk_bytes=256 * size)

@@ -18,56 +18,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import proxy
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from o1lab.attention import PagedKV, quantise
-from o1lab.attention.checks import Problem
-from o1lab.attention.pages import gather
+from o1lab.attention import PagedKV
 from o1lab.errors import CacheError
 from o1lab.kv.layout import Heads, Layout
 from o1lab.kv.paged_attention import NAME, Step
+from o1lab.kv.paged_layer import PagedLayer
 from o1lab.kv.pool import PagePool
-from o1lab.kv.sequences import Sequences
-
-
-class PagedLayer(CacheLayerMixin):
-    """One layer of a :class:`PagedCache`; ``seen`` is how many tokens it has stored of each sequence."""
-
-    is_croppable = True
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self, cache: PagedCache, index: int) -> None:
-        super().__init__()
-        self._cache, self.index, self.seen = proxy(cache), index, 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the cache makes its tables with the first tokens."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """As :meth:`PagedCache.update`, for this layer."""
-        return self._cache.update(key_states, value_states, self.index)
-
-    def get_seq_length(self) -> int:
-        """Tokens stored."""
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that the next ``query_length`` queries will meet, and the position of the first: 0."""
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        """``max_tokens``, or −1 without a limit."""
-        return self._cache.max_tokens or -1
-
-    def _whole(self, *args: Any) -> None:
-        raise CacheError("the layers of a PagedCache share their pages' books: call this on the cache, not on a layer")
-
-    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _whole
+from o1lab.kv.sequences import Sequences, whole
 
 
 class PagedCache(Cache):
@@ -107,7 +69,7 @@ class PagedCache(Cache):
     ... )
     >>> model, pool = LlamaForCausalLM(config), pool_for(config, 64, device="cpu", dtype=torch.float32, page_tokens=16)
     >>> with PagedCache(model.config, pool) as cache:
-    ...     out = model.generate(torch.ones(2, 5, dtype=torch.long), past_key_values=cache, max_length=20, min_length=20)
+    ...     out = model.generate(torch.ones(2, 5, dtype=torch.long), past_key_values=cache, max_length=20)
     ...     len(cache), cache.get_seq_length(), pool.stats().used
     (2, 19, 8)
     >>> pool.stats().used
@@ -117,14 +79,12 @@ class PagedCache(Cache):
     def __init__(
         self, config: Any, pool: PagePool, *, max_tokens: int | None = None, dtype: torch.dtype | None = None
     ) -> None:  # fmt: skip
-        if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1):
-            raise CacheError(f"max_tokens={max_tokens!r}: a whole number of tokens, at least 1, or None")
+        if max_tokens is not None:
+            whole("max_tokens", max_tokens, 1)
         self.config = config.get_text_config(decoder=True)
         self.heads, self.pool, self.max_tokens = Heads.of(self.config, max_tokens), pool, max_tokens
         if pool.pages < self.heads.layers:
-            raise CacheError(
-                f"the pool has {pool.pages} pages; one request needs at least one for each of {self.heads.layers} layers"
-            )
+            raise CacheError(f"a pool of {pool.pages} pages holds no request: {self.heads.layers} layers take one each")
         super().__init__(layers=[PagedLayer(self, index) for index in range(self.heads.layers)])
         self._layout: Layout | None = None
         self._books: Sequences | None = None
@@ -164,11 +124,6 @@ class PagedCache(Cache):
         return len(self._books.rows) or -1 if self._books else -1
 
     @property
-    def page_tokens(self) -> int:
-        """Tokens of a page."""
-        return self._used().page_tokens
-
-    @property
     def block_tables(self) -> Tensor:
         """Page numbers by layer and sequence; at a fixed address if ``max_tokens`` was given."""
         return self._used().block_tables
@@ -199,30 +154,31 @@ class PagedCache(Cache):
             self._begin(key_states.shape[0], tokens)
         if layer.seen + tokens != books.length or len(books.rows) != len(key_states):
             raise CacheError(
-                f"layer {layer_idx} holds {layer.seen} tokens and is given {tokens}, others hold {books.length}: "
-                f"the last pass did not reach every layer; crop or reset the cache"
+                f"layer {layer_idx} holds {layer.seen} tokens, others {books.length}, and is given {tokens} for "
+                f"{len(key_states)} sequences of {len(books.rows)}: the last pass broke off; crop or reset the cache"
             )
-        self._store(key_states, value_states, layer_idx)
+        self._layout.store(self._numbers[layer_idx], self._slots, key_states, value_states)
         layer.seen, layer.is_initialized = books.length, True
         first = (key_states, value_states) if books.length == tokens else None
         if self.config._attn_implementation == NAME:
             step = Step(self.paged(layer_idx), first)
             return step, step
-        return first or self._gathered(layer_idx, key_states.dtype)
+        if self._recording:
+            raise CacheError(f"{self.config._attn_implementation!r} gathers more keys each step: capture {NAME!r}")
+        return first or self._layout.gathered(books.block_tables[layer_idx], books.length, key_states.dtype)
 
     def _check(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> None:
         heads = (self.heads.kv_heads, self.heads.head_dim)
-        if self._closed:
-            raise CacheError("the cache was released: its pages belong to others by now; make a new one")
+        self._open()
         if not 0 <= layer_idx < len(self.layers):
             raise CacheError(f"layer_idx={layer_idx}: the config has {len(self.layers)} layers; is it this model's?")
         for shape in (key_states.shape, value_states.shape):
             if len(shape) != 4 or (shape[1], shape[3]) != heads or not (shape[0] and shape[2]):
-                raise CacheError(f"got keys or values of shape {tuple(shape)}; they must be (B, {heads[0]}, S, {heads[1]})")
+                raise CacheError(f"keys or values are {tuple(shape)}; they must be (B, {heads[0]}, S, {heads[1]})")
         if key_states.requires_grad and torch.is_grad_enabled():
             raise CacheError("pages keep no gradients: call the model under torch.no_grad()")
         if key_states.device != self.pool.arena.device:
-            raise CacheError(f"keys are on {key_states.device}, the pool on {self.pool.arena.device}: they must be equal")
+            raise CacheError(f"keys are on {key_states.device}, the pool on {self.pool.arena.device}")
         if self._books is None:
             self._bind(key_states.dtype)
         kept = self._layout.pages.dtype
@@ -230,9 +186,9 @@ class PagedCache(Cache):
             raise CacheError(f"keys are {key_states.dtype}, values {value_states.dtype}, pages {kept}")
 
     def _begin(self, batch: int, tokens: int) -> None:
-        """Room for a step and where it goes: slots (B, S) and pages (layers, B, S)."""
+        """Make room for a step and say where it goes."""
         books = self._books
-        if not books.rows:
+        if not books.length and len(books.rows) != batch:
             books.start(batch)
         if len(books.rows) != batch:
             raise CacheError(f"the cache holds {len(books.rows)} sequences and is given {batch}: reset or select first")
@@ -240,36 +196,7 @@ class PagedCache(Cache):
             books.reserve(tokens)
         elif books.ready < books.length + tokens:
             raise CacheError(f"a graph cannot find pages: reserve({tokens}) before the capture")
-        books.extend(tokens)
-        books.lengths.add_(tokens)
-        at = books.lengths.long()[:, None] + torch.arange(-tokens, 0, device=books.lengths.device)
-        columns = torch.div(at, books.page_tokens, rounding_mode="floor")
-        self._slots = at - columns * books.page_tokens
-        self._numbers = books.block_tables.gather(2, columns.expand(len(self), -1, -1)).long()
-
-    def _store(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> None:
-        numbers, slots, layout = self._numbers[layer_idx], self._slots, self._layout
-        new = torch.stack((key_states, value_states), 1).transpose(2, 3)  # (B, 2, S, Hkv, D), as pages are
-        if layout.scales is not None:
-            new, scales = quantise(new)
-            for side in (0, 1):
-                layout.scales.select(1, side)[numbers, slots] = scales[:, side]
-        for side in (0, 1):
-            layout.pages.select(1, side)[numbers, slots] = new[:, side]
-
-    def _gathered(self, layer_idx: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if self._recording:
-            raise CacheError(
-                f"attn_implementation={self.config._attn_implementation!r} needs keys of a new length at each step, "
-                f"which no graph can hold: use {NAME!r}"
-            )
-        kv, books, heads = self.paged(layer_idx), self._books, self.heads
-        table = kv.block_table[:, : -(-books.length // books.page_tokens)]
-        sizes = Problem(len(table), 1, heads.kv_heads, heads.kv_heads, heads.head_dim, books.page_tokens,
-                        len(kv.pages), table.shape[1])  # fmt: skip
-        both = gather(kv.pages, table, sizes, dtype, kv.scales)
-        keys, values = (part[:, : books.length].transpose(1, 2) for part in both)
-        return keys, values
+        self._numbers, self._slots = books.step(tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let sequence i go on from what was sequence ``beam_idx[i]``; they share pages until one of them writes."""
@@ -277,10 +204,9 @@ class PagedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times in a row, sharing pages."""
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise CacheError(f"repeats={repeats!r}: a whole number, at least 1")
+        count = whole("repeats", repeats, 1)
         if self._open() and self._books.rows:
-            self._books.select([row for row in range(len(self._books.rows)) for _ in range(repeats)])
+            self._books.select([row for row in range(len(self._books.rows)) for _ in range(count)])
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Keep the sequences at ``indices`` (or where a boolean mask is set), in that order."""
@@ -294,7 +220,7 @@ class PagedCache(Cache):
         0 forgets nothing. Positive numbers, a length to keep in older transformers, are refused as by newer ones.
         """
         held = self._books.length if self._open() else 0
-        if isinstance(tokens_to_remove, bool) or not -held <= int(tokens_to_remove) <= 0:
+        if not -held <= tokens_to_remove <= 0:
             raise CacheError(f"crop({tokens_to_remove}): give −n to forget n of {held} tokens")
         if tokens_to_remove:
             self._books.shorten(held + int(tokens_to_remove))
@@ -357,14 +283,10 @@ class PagedCache(Cache):
         PoolExhausted
             Nothing was reserved then.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-            raise CacheError(f"tokens={tokens!r}: a whole number, at least 0")
         books = self._used()
         if not books.rows:
-            if not batch:
-                raise CacheError(f"the cache is empty and batch={batch!r}: say for how many sequences to reserve")
-            books.start(batch)
-        books.reserve(tokens)
+            books.start(whole("batch", batch, 1))
+        books.reserve(whole("tokens", tokens, 0))
 
     def advance(self, tokens: int = 1) -> None:
         """Count ``tokens`` that a replayed graph has written, and counted on the device.
@@ -375,9 +297,9 @@ class PagedCache(Cache):
             They were not reserved: what the graph wrote went into pages of others.
         """
         books = self._used()
-        if tokens < 0 or books.length + tokens > books.ready:
-            raise CacheError(f"advance({tokens}): {books.ready - books.length} tokens were reserved; reserve before replay")
-        books.extend(tokens)
+        if books.length + whole("tokens", tokens, 0) > books.ready:
+            raise CacheError(f"advance({tokens}): {books.ready - books.length} were reserved; reserve before a replay")
+        books.length += tokens
         self._level()
 
     @contextmanager
@@ -388,7 +310,7 @@ class PagedCache(Cache):
         """
         books = self._used()
         if self.max_tokens is None or not books.rows:
-            raise CacheError(f"max_tokens={self.max_tokens}, {len(books.rows)} sequences: a graph needs both to be known")
+            raise CacheError(f"max_tokens={self.max_tokens}, {len(books.rows)} sequences: a graph needs both")
         length, self._recording, books.fixed = books.length, True, True
         try:
             yield
@@ -397,7 +319,7 @@ class PagedCache(Cache):
             self._level()
 
     def _open(self) -> bool:
-        """Whether there are books; a released cache raises."""
+        """Whether there are books yet; a released cache raises."""
         if self._closed:
             raise CacheError("the cache was released: its pages belong to others by now; make a new one")
         return self._books is not None
