@@ -55,10 +55,17 @@ class DecodeLoop:
                              f"loop needs a cache with max_tokens, a graph also a CUDA device")  # fmt: skip
         self.model, self.cache, self.graph = model.eval(), cache, None
         self._capture = on_cuda if graph is None else graph
-        self._name = next(name for name in ("cache", "past_key_values") if name in _parameters(model))
-        self._short = {"logits_to_keep": 1} if "logits_to_keep" in _parameters(model) else {}
+        self._fixed = {self.cache_name(model): cache, "use_cache": True}
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            self._fixed["logits_to_keep"] = 1
         model.set_attn_implementation(register())
         self.ids = self.logits = None
+
+    @staticmethod
+    def cache_name(model: Any) -> str:
+        """What the model's forward calls its cache; it was ``past_key_values`` in older transformers."""
+        names = inspect.signature(model.forward).parameters
+        return "cache" if "cache" in names else "past_key_values"
 
     @torch.no_grad()
     def prefill(self, ids: Tensor) -> Tensor:
@@ -113,8 +120,7 @@ class DecodeLoop:
         self.graph = graph
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        given = {self._name: self.cache, "position_ids": positions.expand_as(ids), "use_cache": True, **self._short}
-        return self.model(input_ids=ids, **given).logits[:, -1]
+        return self.model(input_ids=ids, position_ids=positions.expand_as(ids), **self._fixed).logits[:, -1]
 
     def _follow(self, logits: Tensor) -> None:
         """Write logits and likeliest tokens where they stay: the graph reads one and writes both."""
@@ -124,7 +130,3 @@ class DecodeLoop:
         else:
             self.logits.copy_(logits)
             self.ids.copy_(best)
-
-
-def _parameters(model: Any) -> Any:
-    return inspect.signature(model.forward).parameters
