@@ -81,6 +81,7 @@ class Layout:
     scales: torch.Tensor | None
 
     @classmethod
+    @torch.inference_mode(False)  # or the views could not be written outside it
     def of(cls, heads: Heads, pool: PagePool, dtype: torch.dtype) -> Layout:
         """As many tokens a page as fit, in whole blocks of the decode kernel where a page holds one.
 

@@ -36,9 +36,14 @@ def paged_attention(
     if asked or (attention_mask is not None and attention_mask.dim() != 2):
         shape = None if attention_mask is None else tuple(attention_mask.shape)
         raise CacheError(f"{NAME} takes no {', '.join(asked) or f'mask of shape {shape}'}: use sdpa or eager")
-    if key.first is not None and attention_mask is None:
+    if key.first is not None:
+        mask = attention_mask
+        if mask is not None:
+            square = torch.ones(2 * query.shape[2:3], dtype=torch.bool, device=query.device).tril()
+            mask = square & (mask[:, None, None] | torch.eye(len(square), dtype=torch.bool, device=query.device))
+        options = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling}
         grouped = query.shape[1] != key.first[0].shape[1]
-        out = scaled_dot_product_attention(query, *key.first, is_causal=True, scale=scaling, enable_gqa=grouped)
+        out = scaled_dot_product_attention(query, *key.first, enable_gqa=grouped, **options)
         return out.transpose(1, 2).contiguous(), None
     bias = None
     if attention_mask is not None:
