@@ -39,8 +39,9 @@ class Heads:
             Not plain causal attention with equal heads in all layers, a head dimension that paged attention does not
             take, or a sliding window that ``max_tokens`` does not keep every token inside.
         """
-        if getattr(config, "is_encoder_decoder", False) or getattr(config, "kv_lora_rank", None):
-            raise CacheError(f"{type(config).__name__} keeps no plain keys and values per head; use its own cache")
+        odd = ("is_encoder_decoder", "kv_lora_rank", "num_kv_shared_layers", "kv_sharing_modes")
+        if any(getattr(config, name, None) for name in odd):
+            raise CacheError(f"{type(config).__name__} keeps no plain keys and values in each layer; use its own cache")
         windows = {
             "full_attention": None,
             "sliding_attention": getattr(config, "sliding_window", None),
@@ -70,6 +71,20 @@ class Heads:
         if name not in DTYPES:
             raise CacheError(f"dtype={dtype}: pages are {', '.join(DTYPES)}")
         return 2 * self.kv_heads * (self.head_dim * dtype.itemsize + (4 if name == "int8" else 0))
+
+    def check(self, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
+        """Raise CacheError unless keys and values are (B, Hkv, S, D), without gradient, and ``pages`` can hold them."""
+        for shape in (keys.shape, values.shape):
+            if len(shape) != 4 or (shape[1], shape[3]) != (self.kv_heads, self.head_dim) or not shape[0] * shape[2]:
+                raise CacheError(
+                    f"keys or values are {tuple(shape)}; they must be (B, {self.kv_heads}, S, {self.head_dim})"
+                )
+        if keys.requires_grad and torch.is_grad_enabled():
+            raise CacheError("pages keep no gradients: call the model under torch.no_grad()")
+        if keys.device != pages.device:
+            raise CacheError(f"keys are on {keys.device}, the pool on {pages.device}")
+        if keys.dtype != values.dtype or pages.dtype not in (torch.int8, keys.dtype):
+            raise CacheError(f"keys are {keys.dtype}, values {values.dtype}, pages {pages.dtype}")
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ class PagedCache(Cache):
     Raises
     ------
     CacheError
-        A config, type, pool or call that does not fit; :class:`~o1lab.kv.PoolExhausted` where pages are out. The
-        sequences keep what they had; leave the ``with`` block or call :meth:`release` to give their pages back.
+        A config, type, pool or call that does not fit; :class:`~o1lab.kv.PoolExhausted` where pages are out. What the
+        sequences had stays theirs until :meth:`release` or the end of the ``with`` block.
 
     Examples
     --------
@@ -138,8 +138,6 @@ class PagedCache(Cache):
         books = self._used()
         return PagedKV(self._layout.pages, books.block_tables[layer_idx], books.lengths, self._layout.scales)
 
-    # what transformers calls
-
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:  # fmt: skip
@@ -148,7 +146,11 @@ class PagedCache(Cache):
         Keys and values (B, Hkv, length, D), or twice the :class:`~o1lab.kv.paged_attention.Step` that the paged
         implementation reads. The first tokens of empty sequences come back as they were given, also where int8 is kept.
         """
-        self._check(key_states, value_states, layer_idx)
+        if not self._open():
+            self._bind(key_states.dtype)
+        if not 0 <= layer_idx < len(self.layers):
+            raise CacheError(f"layer_idx={layer_idx}: the config has {len(self.layers)} layers; is it this model's?")
+        self.heads.check(key_states, value_states, self._layout.pages)
         layer, books, tokens = self.layers[layer_idx], self._books, key_states.shape[2]
         if layer.seen == books.length:
             self._begin(key_states.shape[0], tokens)
@@ -167,26 +169,7 @@ class PagedCache(Cache):
             raise CacheError(f"{self.config._attn_implementation!r} gathers more keys each step: capture {NAME!r}")
         return first or self._layout.gathered(books.block_tables[layer_idx], books.length, key_states.dtype)
 
-    def _check(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> None:
-        heads = (self.heads.kv_heads, self.heads.head_dim)
-        self._open()
-        if not 0 <= layer_idx < len(self.layers):
-            raise CacheError(f"layer_idx={layer_idx}: the config has {len(self.layers)} layers; is it this model's?")
-        for shape in (key_states.shape, value_states.shape):
-            if len(shape) != 4 or (shape[1], shape[3]) != heads or not (shape[0] and shape[2]):
-                raise CacheError(f"keys or values are {tuple(shape)}; they must be (B, {heads[0]}, S, {heads[1]})")
-        if key_states.requires_grad and torch.is_grad_enabled():
-            raise CacheError("pages keep no gradients: call the model under torch.no_grad()")
-        if key_states.device != self.pool.arena.device:
-            raise CacheError(f"keys are on {key_states.device}, the pool on {self.pool.arena.device}")
-        if self._books is None:
-            self._bind(key_states.dtype)
-        kept = self._layout.pages.dtype
-        if key_states.dtype != value_states.dtype or (kept != torch.int8 and key_states.dtype != kept):
-            raise CacheError(f"keys are {key_states.dtype}, values {value_states.dtype}, pages {kept}")
-
     def _begin(self, batch: int, tokens: int) -> None:
-        """Make room for a step and say where it goes."""
         books = self._books
         if not books.length and len(books.rows) != batch:
             books.start(batch)
@@ -232,8 +215,6 @@ class PagedCache(Cache):
             self._books.release()
             self._level()
 
-    # beyond transformers
-
     def release(self) -> None:
         """Give all pages back for good; any number of times. A later use raises CacheError."""
         if self._books is not None and not self._closed:
@@ -244,7 +225,7 @@ class PagedCache(Cache):
         """A new cache that shares this one's pages (``copy.deepcopy`` does so too); see :meth:`adopt`."""
         dtype = self._layout.pages.dtype if self._open() else None
         new = PagedCache(self.config, self.pool, max_tokens=self.max_tokens, dtype=dtype)
-        if self._books and self._books.rows and self._books.length:
+        if self._books and self._books.length:
             new.adopt(self, rows, tokens)
         return new
 
@@ -252,15 +233,10 @@ class PagedCache(Cache):
         """Begin with the first ``tokens`` tokens of the sequences at ``rows`` of another cache over the same pool.
 
         A row may be named several times. Nothing is copied but, at the first write, a last page that is not full.
-
-        Raises
-        ------
-        CacheError
-            Another pool, model or type, a row or length that ``other`` does not have, or this cache is not empty.
         """
-        if not other._open():
-            raise CacheError("there is nothing to adopt: the other cache is empty")
         self._open()
+        if not other._open() or any(layer.seen != other._books.length for layer in other.layers):
+            raise CacheError(f"{other!r} holds nothing to adopt, or its last pass broke off: crop it first")
         if other.heads != self.heads:
             raise CacheError(f"the other cache is for {other.heads}, this one for {self.heads}")
         kept = other._layout.pages.dtype
@@ -276,12 +252,7 @@ class PagedCache(Cache):
     def reserve(self, tokens: int, batch: int | None = None) -> None:
         """Find the pages of the next ``tokens`` tokens of each sequence, and copy what is shared, before they come.
 
-        ``batch`` is needed while the cache is empty; so is ``dtype`` at its making.
-
-        Raises
-        ------
-        PoolExhausted
-            Nothing was reserved then.
+        All or none. ``batch`` is needed while the cache is empty; so is ``dtype`` at its making.
         """
         books = self._used()
         if not books.rows:
@@ -291,10 +262,7 @@ class PagedCache(Cache):
     def advance(self, tokens: int = 1) -> None:
         """Count ``tokens`` that a replayed graph has written, and counted on the device.
 
-        Raises
-        ------
-        CacheError
-            They were not reserved: what the graph wrote went into pages of others.
+        Not reserved, they went into pages of others: that is a CacheError.
         """
         books = self._used()
         if books.length + whole("tokens", tokens, 0) > books.ready:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from package.test_paged_cache import (
+from package.paged_fixture import (
     MODES,
     PAGED,
     append,

@@ -6,79 +6,36 @@ import copy
 import gc
 import json
 import math
-from functools import cache as once
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from transformers import (
-    DynamicCache,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
+from package.paged_fixture import (
+    HEADS,
+    MODES,
+    PAGED,
+    WIDTH,
+    append,
+    config,
+    generated,
+    model_of,
+    pool_of,
+    prompts,
+    some,
+    stored,
 )
+from transformers import DynamicCache
 
 from o1lab.errors import CacheError
-from o1lab.kv import DecodeLoop, PagedCache, PagePool, PoolExhausted, decode_bench, pool_for, register
+from o1lab.kv import DecodeLoop, PagedCache, PagePool, PoolExhausted, decode_bench, pool_for
 from o1lab.kv.layout import Layout
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning"),
 ]
-PAGED = register()
-SMALL = {
-    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "initializer_range": 0.4, "max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": None,
-    "pad_token_id": 0,
-}  # fmt: skip
-KINDS = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 1}),
-    "neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": 32}),
-}
-HEADS, WIDTH = 2, 8
-
-
-@once
-def model_of(kind, seed=0):
-    config, model, more = KINDS[kind]
-    torch.manual_seed(seed)
-    return model(config(**SMALL, **more)).eval()
-
-
-def config(**changes):
-    return LlamaConfig(**(SMALL | {"num_attention_heads": 8, "num_key_value_heads": HEADS} | changes))
-
-
-def pool_of(model, tokens=2000, page_tokens=8, dtype=torch.float32):
-    pool = pool_for(model.config, tokens, device="cpu", dtype=dtype, page_tokens=page_tokens)
-    pool.arena.fill_(255)  # NaN in every type: what was not written must not be read
-    return pool
-
-
-def prompts(batch=3, length=7, padded=False, seed=3):
-    ids = torch.randint(1, 99, (batch, length), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[1, :3] = mask[2, :1] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def generated(model, given, cache=None, *, attention="sdpa", new=20, **how):
-    model.set_attn_implementation(attention)
-    torch.manual_seed(1)
-    if cache is not None:
-        how["past_key_values"] = cache
-    return model.generate(**given, max_new_tokens=new, **how)
 
 
 def same_tokens(kind, attention, padded=False, batch=3, **how):
@@ -93,14 +50,6 @@ def same_tokens(kind, attention, padded=False, batch=3, **how):
     assert len(set(expected[0].tolist())) > 8  # a model that repeats one token would hide a broken cache
     assert not pool.stats().used
     return pool
-
-
-MODES = {
-    "sampling": {"do_sample": True},
-    "beams": {"num_beams": 3},
-    "sampled beams": {"num_beams": 2, "do_sample": True},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
-}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", PAGED])
@@ -173,30 +122,6 @@ def test_a_continued_conversation_and_inference_mode():
 
 
 # keys and values by themselves
-
-
-def stored(cache, layer, side):
-    """What a layer's pages hold, by table and lengths, in plain loops: (B, Hkv, length, D)."""
-    kv = cache.paged(layer)
-    tokens = kv.pages.shape[2]
-    rows = []
-    for row, length in enumerate(kv.lengths.tolist()):
-        at = [(int(kv.block_table[row, place // tokens]), side, place % tokens) for place in range(length)]
-        found = torch.stack([kv.pages[one].float() for one in at])
-        if kv.scales is not None:
-            found *= torch.stack([kv.scales[one] for one in at]).unsqueeze(-1)
-        rows.append(found)
-    return torch.stack(rows).transpose(1, 2)
-
-
-def some(batch, tokens, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, 2, batch, HEADS, tokens, WIDTH, generator=generator).to(dtype)
-
-
-def append(cache, new):
-    """``new`` (layers, 2, B, Hkv, S, D), and what the cache answers."""
-    return [cache.update(keys, values, layer) for layer, (keys, values) in enumerate(new)]
 
 
 def small_pool(pages=40, page_tokens=4, dtype=torch.float32):
@@ -385,7 +310,7 @@ class Books(RuleBasedStateMachine):
             assert not self.pool.stats().used
 
 
-Books.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Books.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestBooks = Books.TestCase
 
 
@@ -419,6 +344,8 @@ def test_pages_come_back_when_generate_breaks_off():
             with pytest.raises(ArithmeticError):
                 generated(model, prompts(), cache)
             assert [layer.seen for layer in cache.layers] == [11, 10]
+            with pytest.raises(CacheError, match="crop it first"):
+                cache.fork()
             with pytest.raises(CacheError, match="crop or reset"), torch.no_grad():
                 model(torch.ones(3, 1, dtype=torch.long), **{DecodeLoop.cache_name(model): cache})
             cache.reset()
@@ -539,6 +466,7 @@ CONFIGS = {
     "head_dim=264": {"head_dim": 264},
     "'linear_attention'": {"layer_types": ["full_attention", "linear_attention"]},
     "keeps no plain keys": {"kv_lora_rank": 8},
+    "use its own cache": {"is_encoder_decoder": True},
     "differs between layers": {"num_key_value_heads": [1, 2]},
     "holds no request": {"num_hidden_layers": 99},
 }
@@ -645,7 +573,7 @@ def test_adopting_what_does_not_fit():
         with pytest.raises(CacheError, match=reason):
             new.adopt(source, **given)
         new.release()
-    with pytest.raises(CacheError, match="nothing to adopt"):
+    with pytest.raises(CacheError, match="holds nothing to adopt"):
         source.adopt(PagedCache(config(), pool))
     pool.check()
     assert pool.stats().used == 2 * 2 * 2
