@@ -163,7 +163,7 @@ class Sequences:
         used = -(-length // self.page_tokens)
         rows = [other.rows[index][:used] for index in indices]
         self.pool.share([page for held in rows for group in held for page in group], self.owner)
-        self.rows, self.length, self._may_share, other._may_share = rows, length, True, True
+        self.rows, self.length, self._may_share = rows, length, True  # the other writes behind what is read here
         self.lengths.fill_(length)
         places = [(row, column) for row in range(len(rows)) for column in range(used)]
         self._write(places, [rows[row][column] for row, column in places])

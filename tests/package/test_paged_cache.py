@@ -166,7 +166,25 @@ def test_the_last_holder_of_a_tail_keeps_it_uncopied():
     append(fork, some(1, 1))
     before = pool.stats()
     append(base, some(1, 1))
+    append(fork, some(1, 1))
     assert (pool.stats().used, pool.stats().allocations) == (before.used, before.allocations)
+    other = base.fork()
+    append(base, some(1, 1))  # behind what the fork reads: nothing to copy yet
+    assert pool.stats().allocations == before.allocations
+    append(other, some(1, 1))
+    assert pool.stats().allocations == before.allocations + 1
+
+
+def test_a_cropped_sequence_does_not_write_into_what_it_shared():
+    pool, prompt = small_pool(), some(1, 8)
+    base = PagedCache(config(), pool)
+    append(base, prompt)
+    fork = base.fork()
+    append(base, some(1, 1, seed=1))
+    base.crop(-3)
+    append(base, some(1, 1, seed=2))
+    assert torch.equal(stored(fork, 1, 0), prompt[1, 0])
+    assert torch.equal(stored(base, 1, 0), torch.cat([prompt[1, 0][:, :, :6], some(1, 1, seed=2)[1, 0]], 2))
 
 
 def test_int8_is_rounded_by_token_and_head_and_copied_with_its_scales():
