@@ -1,8 +1,9 @@
 """Decode steps of whole models, paged and not: ``python -m o1lab.kv.decode_bench [--device cuda]``.
 
 Every arm gets the same random keys and values as context and then decodes greedily; each step is timed from its call
-until the device is done. The roofline share is the time that a plain copy takes for the step's bytes (weights, and keys
-and values at the mean length, once each), as a part of the mean step.
+until the device is done. After every 256 steps the arm is set back to where it began, so that all work at the same
+lengths and a static cache is hardly longer than its content. The roofline share is the time that a plain copy takes for
+the step's bytes (weights, and keys and values at the mean length, once each), as a part of the mean step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from o1lab.stats import Estimate
 ARMS = ("paged + graph", "paged", "dynamic", "static", "static compiled")
 SIZES = {"llama": (2048, 16, 32, 8, 64, 8192, 32000), "tiny": (64, 2, 4, 2, 16, 128, 256)}
 """Random Llamas: hidden size, layers, query heads, KV heads, head dimension, MLP, vocabulary."""
-WARM = 5
+WARM, SPAN = 5, 256
+"""Steps before the clock runs, and steps between two settings back."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,11 @@ def load(name: str, device: str, dtype: torch.dtype) -> Any:
         return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def step_of(arm: str, model: Any, batch: int, context: int, most: int) -> Callable[[], Any]:
-    """A function that decodes one token of ``batch`` sequences behind ``context`` random keys; ``most`` tokens fit."""
+def step_of(arm: str, model: Any, batch: int, context: int) -> tuple[Callable[[], Any], Callable[[int], Any]]:
+    """Decoding one token of ``batch`` sequences behind ``context`` random keys, and forgetting so many tokens again."""
     from transformers import DynamicCache, StaticCache
 
-    config, device, dtype = model.config, model.device, model.dtype
+    config, device, dtype, most = model.config, model.device, model.dtype, context + WARM + SPAN
     first = torch.ones(batch, 1, dtype=torch.long, device=device)
     if arm.startswith("paged"):
         tokens = batch * (most + 256)
@@ -93,9 +95,12 @@ def step_of(arm: str, model: Any, batch: int, context: int, most: int) -> Callab
     if arm.startswith("paged"):
         loop = DecodeLoop(model, cache, graph=arm.endswith("graph") and device.type == "cuda")
         loop.resume(first[:, 0])
-        return loop.step
+        return loop.step, lambda count: cache.crop(-count)
     model.set_attn_implementation("sdpa")
-    forward = torch.compile(model.forward, mode="reduce-overhead") if arm.endswith("compiled") else model.forward
+    forward = model.forward
+    if arm.endswith("compiled"):
+        torch.compiler.reset()
+        forward = torch.compile(forward, mode="reduce-overhead")
     place = torch.full((batch, 1), context, device=device)
     given = {DecodeLoop.cache_name(model): cache, "use_cache": True, "logits_to_keep": 1}
 
@@ -103,7 +108,14 @@ def step_of(arm: str, model: Any, batch: int, context: int, most: int) -> Callab
         first.copy_(forward(input_ids=first, position_ids=place, **given).logits[:, -1].argmax(-1, keepdim=True))
         place.add_(1)
 
-    return step
+    def back(count: int) -> None:
+        place.sub_(count)
+        if not arm.startswith("static"):
+            cache.crop(-count)
+        for layer in cache.layers if arm.startswith("static") else ():  # older transformers cannot crop one
+            layer.cumulative_length.sub_(count)
+
+    return step, back
 
 
 @torch.no_grad()
@@ -112,7 +124,7 @@ def measure(name: str, model: Any, arm: str, batch: int, context: int, steps: in
     wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     taken: list[float] = []
     try:
-        step = step_of(arm, model, batch, context, context + WARM + steps)
+        step, back = step_of(arm, model, batch, context)
         for _ in range(WARM):
             step()
         wait()
@@ -122,13 +134,15 @@ def measure(name: str, model: Any, arm: str, batch: int, context: int, steps: in
             step()
             wait()
             taken.append(1e3 * (time.perf_counter() - begin))
+            if len(taken) % SPAN == 0:
+                back(SPAN)
     except (O1labError, RuntimeError) as error:
         return Row(name, batch, arm, 0, 0.0, 0.0, {}, f"failed: {str(error).splitlines()[0][:80]}")
     mean, heads = sum(taken) / len(taken), Heads.of(model.config, context)
     weights = {id(one): one.nbytes for one in model.parameters()}
     if not model.config.tie_word_embeddings:
         del weights[id(model.get_input_embeddings().weight)]  # read by row
-    stored = batch * heads.layers * heads.token_bytes(model.dtype) * (context + WARM + len(taken) / 2)
+    stored = batch * heads.layers * heads.token_bytes(model.dtype) * (context + WARM + min(len(taken), SPAN) / 2)
     share = (sum(weights.values()) + stored) / copy / (mean / 1e3)
     found = {label: _quantile(taken, q) for label, q in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999))}
     return Row(name, batch, arm, len(taken), 1e3 * batch / mean, share, found)

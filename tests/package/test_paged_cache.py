@@ -451,6 +451,23 @@ def test_the_decode_loop_is_greedy_generate():
         DecodeLoop(model, PagedCache(model.config, pool_of(model)))
 
 
+def test_the_bench_sets_its_arms_back(monkeypatch):
+    monkeypatch.setattr(decode_bench, "SPAN", 3)
+    model = decode_bench.load("tiny", "cpu", torch.float32)
+    for arm in ("paged", "dynamic", "static"):
+        lengths, inner = [], decode_bench.step_of(arm, model, 2, 9)
+        monkeypatch.setattr(decode_bench, "step_of", lambda *_, inner=inner: inner)
+        hook = model.model.rotary_emb.register_forward_pre_hook(
+            lambda _, given, named, seen=lengths: seen.append(int(named["position_ids"][0, 0])), with_kwargs=True
+        )
+        row = decode_bench.measure("tiny", model, arm, 2, 9, 7, 60.0, 1e9)
+        hook.remove()
+        assert (row.steps, row.note) == (7, "")
+        assert lengths == [9, 10, 11, 12, 13, *[14, 15, 16] * 2, 14]
+        monkeypatch.undo()
+        monkeypatch.setattr(decode_bench, "SPAN", 3)
+
+
 def test_the_bench_runs_every_arm_of_a_cpu(tmp_path, capsys):
     file = tmp_path / "found.json"
     assert (
