@@ -272,10 +272,7 @@ class PagedCache(Cache):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Capture a CUDA graph inside: the host's counts are put back after it, and from then on tables stay in place.
-
-        Reserve the captured tokens before.
-        """
+        """Capture reserved steps inside: the host's counts are put back at the end; from then on tables stay in place."""
         books = self._used()
         if self.max_tokens is None or not books.rows:
             raise CacheError(f"max_tokens={self.max_tokens}, {len(books.rows)} sequences: a graph needs both")
