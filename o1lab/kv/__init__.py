@@ -1,9 +1,9 @@
 """Key-value caches: where their memory goes, a pool that wastes little of it, and traffic to try designs with.
 
-``PagePool`` hands out pages, ``PagedCache`` puts a transformers model's keys and values there and ``DecodeLoop`` decodes
-with it, ``fragmentation`` measures what any allocator wastes, ``replay`` and ``compare`` serve the same traffic with
-several designs. ``python -m o1lab.kv.bench`` prints the pool's figures for this machine, ``o1lab.kv.decode_bench`` those
-of whole decode steps.
+``PagePool`` hands out pages, ``PagedCache`` keeps a transformers model's keys and values in them and ``DecodeLoop``
+decodes with it. ``fragmentation`` measures what any allocator wastes, ``replay`` and ``compare`` serve the same traffic
+with several designs. ``python -m o1lab.kv.bench`` prints the pool's figures for this machine,
+``python -m o1lab.kv.decode_bench`` those of whole decode steps.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ class PagedCache(Cache):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Capture reserved steps inside: the host's counts are put back at the end; from then on tables stay in place."""
+        """Capture reserved steps inside: the host's counts are put back after it; from then on tables never move."""
         books = self._used()
         if self.max_tokens is None or not books.rows:
             raise CacheError(f"max_tokens={self.max_tokens}, {len(books.rows)} sequences: a graph needs both")
