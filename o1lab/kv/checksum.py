@@ -6,7 +6,7 @@ A page is read as ``W`` signed 32-bit words ``x``; its sum is ``Σ xᵢ kᵢ mod
 - Damage within one word (a flipped bit, say) always changes the sum: ``d kᵢ`` with ``0 < |d| < 2³²`` and ``kᵢ`` odd is
   no multiple of 2⁶⁴.
 - Any other damage (swapped or permuted words, zeroed or truncated parts, another page) goes unseen with a chance of at
-  most 2⁻³² over the drawn keys, as long as it does not depend on them: among the ``dᵢ`` one is divisible by at most 2³¹.
+  most 2⁻³² over the drawn keys, as long as it does not depend on them: of no ``dᵢ ≠ 0`` is 2³² a divisor.
 - Two pages of equal content have equal sums: owner, place and generation have to be compared beside it. And whoever
   knows the keys can make collisions: this finds accidents, not attackers.
 
