@@ -47,7 +47,7 @@ class Policy:
         nothing else is left; ``None`` spares nobody. Active owners are always spared.
     verify : {"full", "copy", "none"}
         ``"copy"`` compares contents when a page has been copied; ``"full"`` also owner, place and generation, and all
-        of it again when the page comes back.
+        of it again when the page comes back; ``"none"`` takes a copy for made however it ended: a control.
     batch_pages, in_flight_pages : int
         Pages of one job, and most that are copied at a time.
     patience_s : float

@@ -160,7 +160,7 @@ class Tiers:
         entry = self._at.get(pages[0])
         fits = entry is not None and entry.pages == pages and not entry.slots
         stale = [self.pool.generation(page) for page in pages] != generations
-        error = job.error
+        error = self._error(job)
         if error is None and job.source[part] != job.target[part]:
             who = repr(entry.owner) if fits else "nobody"
             error = CopyFailed(f"the copy of pages {pages} of {who} is not what was read: it is dropped, they stay")
@@ -180,6 +180,9 @@ class Tiers:
         if fits and entry.state is State.COPYING and entry.generations == generations:
             entry.state = State.SEALED
             self._place(entry)
+
+    def _error(self, job: Job) -> PoolError | None:
+        return job.error if self.policy.verify != "none" else None
 
     def _drop_copy(self, entry: Entry) -> None:
         if entry.slots:
@@ -226,7 +229,7 @@ class Tiers:
             self._leave_device(entry)
             self._drop_copy(entry)
             return
-        entry.fault = job.error
+        entry.fault = self._error(job)
         if entry.fault is None and self.policy.verify == "full":
             entry.fault = self._judge(entry, job.target[part])
         if entry.fault is None:
