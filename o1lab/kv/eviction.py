@@ -89,9 +89,7 @@ class EvictingPool(Tiers):
     def seal(self, pages: Iterable[int], owner: Hashable) -> None:
         """Declare pages full: nothing writes to them again, and from now on they go and come as one group."""
         with self._lock:
-            record, numbers = self._owner(owner), list(pages)
-            if not numbers or not set(numbers) <= set(record.open):
-                raise ForeignPage(f"pages {numbers} are not all open pages of {owner!r}, which are {record.open}")
+            record, numbers = self._open(pages, owner)
             record.open = [page for page in record.open if page not in numbers]
             generations = [self.pool.generation(page) for page in numbers]
             entry = Entry(owner, len(record.entries), numbers, generations, self.clock())
@@ -101,6 +99,13 @@ class EvictingPool(Tiers):
             self._place(entry)
             self._settle()
             self._copy_early()
+
+    def trim(self, pages: Iterable[int], owner: Hashable) -> None:
+        """Give back open pages, such as those of tokens that were taken back."""
+        with self._lock:
+            record, numbers = self._open(pages, owner)
+            self.pool.free(numbers, owner)
+            record.open = [page for page in record.open if page not in numbers]
 
     def rest(self, owner: Hashable, ttl: float | None = None) -> None:
         """One use of the owner ends; after the last one it is idle, and its sealed pages can be evicted.
@@ -262,8 +267,8 @@ class EvictingPool(Tiers):
             self.counts.refusals += 1
             raise
         finally:
-            self.counts.stalls_us.append((time.perf_counter_ns() - begin) / 1000)
             self.counts.late_pages += self.counts.copied_pages - copied
+        self.counts.stalls_us.append((time.perf_counter_ns() - begin) / 1000)
 
     def _evict_for(self, n: int) -> None:
         pool, least = self.pool, self.policy.evict_at

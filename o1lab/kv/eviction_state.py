@@ -29,7 +29,7 @@ class Counts:
     host_full : int
         Times a copy was put off because the host pool had no room.
     stalls_us : deque of float
-        Time that each failed request spent on eviction, the last 100,000.
+        Time in which room was made for each failed request that could be served, the last 100,000.
     """
 
     failed_requests: int = 0

@@ -179,7 +179,7 @@ class Bench:
         return counts.rejected_copies + counts.rejected_restores + counts.stale_copies
 
     def _spoil_host(self, kind: str) -> None:
-        """Damage a copy at rest, or let the table name another one: a neighbour's, or an older one of the same owner."""
+        """Damage a copy at rest, or let the table name another one: a neighbour's, or an older one of its owner."""
         tiers = self.tiers
         one, other = (tiers._owners[owner].entries[0] for owner in _BOTH)
         if kind == "wrong page":

@@ -242,7 +242,10 @@ def _work(owner: weakref.ref[Lane], jobs: queue.SimpleQueue[Job | None]) -> None
             import torch
 
             stream = torch.cuda.Stream(lane.where)
-        lane._run(job, stream)
+        try:
+            lane._run(job, stream)
+        except SystemExit:  # the thread is told to end: whoever waits for the job finds it gone
+            return
         del lane, job
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,12 @@ class Tiers:
         if owner not in self._owners:
             raise ForeignPage(f"{owner!r} holds no pages here: it was never given any, or has been released")
         return self._owners[owner]
+
+    def _open(self, pages: Iterable[int], owner: Hashable) -> tuple[Owner, list[int]]:
+        record, numbers = self._owner(owner), list(pages)
+        if not numbers or not set(numbers) <= set(record.open):
+            raise ForeignPage(f"pages {numbers} are not all open pages of {owner!r}, which are {record.open}")
+        return record, numbers
 
     def _place(self, entry: Entry) -> None:
         """Rank a group where its state and its owner put it, and nowhere else."""
