@@ -227,6 +227,11 @@ class EvictingPool(Tiers):
         with self._lock:
             self._settle()
 
+    @property
+    def copying_pages(self) -> int:
+        """Pages on their way to the host or back, as far as noted by :meth:`settle`."""
+        return sum(len(job.pages) for job in tuple(self._jobs))
+
     def states(self) -> Counter[str]:
         """Pages of the device by state, ``"FREE"`` and ``"OPEN"`` (still written to) among them; ``"HOST"`` beside."""
         with self._lock:

@@ -61,8 +61,8 @@ class Policy:
     overdue: float = 4.0
     shield: float | None = 1.0
     verify: str = "full"
-    batch_pages: int = 64
-    in_flight_pages: int = 256
+    batch_pages: int = 128
+    in_flight_pages: int = 512
     patience_s: float = 60.0
 
     def __post_init__(self) -> None:
