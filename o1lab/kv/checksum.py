@@ -16,6 +16,7 @@ top bits, which in 16-bit floats are two signs.
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -32,10 +33,10 @@ PARTS = 4
 
 @cache
 def keys(words: int) -> np.ndarray:
-    """Odd keys of a page of ``words`` words, int64 of shape (words,); the same on every machine."""
+    """Odd keys of a page of ``words`` words, int64 of shape (words,); the same on every machine and version."""
     import numpy as np
 
-    return np.random.default_rng(SEED).integers(0, 1 << 64, words, np.uint64).view(np.int64) | 1
+    return np.frombuffer(random.Random(SEED).randbytes(8 * words), np.dtype("<i8")) | 1
 
 
 @cache

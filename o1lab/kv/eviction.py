@@ -205,9 +205,7 @@ class EvictingPool(Tiers):
         """
         with self._lock:
             self._settle()
-            known = len(self._jobs)
-            sent = self._copy(self.pool.pages, ACTIVE)
-            jobs = self._jobs[known:]
+            jobs = self._copy(self.pool.pages, ACTIVE)
         if wait:
             for job in jobs:
                 self.lane.wait(job, self.policy.patience_s)
@@ -215,7 +213,7 @@ class EvictingPool(Tiers):
             for job in jobs:
                 if job.error is not None:
                     raise job.error
-        return sent
+        return sum(len(job.pages) for job in jobs)
 
     def settle(self, *, wait: bool = False) -> None:
         """Take note of copies that have ended, as every call does that needs it; with ``wait``, of all of them."""
@@ -289,16 +287,14 @@ class EvictingPool(Tiers):
                 if entry is not None:
                     self._evict(entry)
                     continue
-                copying = next((job for job in self._jobs if job.to_host), None)
-                if copying is None and not self._copy(short, level):
+                copying = [job for job in self._jobs if job.to_host] or self._copy(short, level)
+                if not copying:
                     break
-                copying = copying or next((job for job in self._jobs if job.to_host), None)
-                if copying is not None:  # books without memory copy at once
-                    self.lane.wait(copying, self.policy.patience_s)
-                    self._settle()
-                    failures += copying.error is not None
-                    if failures > 1:
-                        raise copying.error
+                self.lane.wait(copying[0], self.policy.patience_s)
+                self._settle()
+                failures += copying[0].error is not None
+                if failures > 1:
+                    raise copying[0].error
         if n > pool.free_pages:
             raise EvictionRefused(n, pool, f"the host has {self.host.free_pages} free pages for what has no copy yet")
 

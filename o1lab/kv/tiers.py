@@ -89,9 +89,9 @@ class Tiers:
             if room > 0:
                 self._copy(room, ACTIVE if policy.copy_active else SHIELDED)
 
-    def _copy(self, wanted: int, level: int) -> int:
-        """Put copies of at least ``wanted`` cold pages under way, if there are as many; returns of how many."""
-        sent = 0
+    def _copy(self, wanted: int, level: int) -> list[Job]:
+        """Put copies of at least ``wanted`` cold pages under way, if there are as many and the host has room."""
+        jobs, sent = [], 0
         while sent < wanted:
             batch, pages = [], 0
             while pages < min(wanted - sent, self.policy.batch_pages):
@@ -103,14 +103,14 @@ class Tiers:
             groups = self._with_slots(sorted(batch, key=lambda entry: entry.pages[0]))  # neighbours copy as one
             if groups:
                 sent += sum(len(pages) for pages, _, _ in groups)
-                self._submit(self.lane, Job(True, groups))
+                jobs.append(self._submit(self.lane, Job(True, groups)))
             if len(groups) < len(batch):
                 self.counts.host_full += 1
                 break
             if not batch:
                 break
         self.counts.copied_pages += sent
-        return sent
+        return jobs
 
     def _with_slots(self, batch: list[Entry]) -> list[tuple[list[int], list[int], list[int]]]:
         groups, after = [], None
@@ -138,11 +138,12 @@ class Tiers:
                     entry.state = State.SEALED
                     self._place(entry)
 
-    def _submit(self, lane: Lane, job: Job) -> None:
+    def _submit(self, lane: Lane, job: Job) -> Job:
         self._jobs.append(job)
         lane.submit(job)
         if job.done.is_set():
             self._settle()
+        return job
 
     def _settle(self) -> None:
         for job in list(self._jobs):
@@ -219,11 +220,9 @@ class Tiers:
                 record.resident += len(entry.pages)
                 groups.append((entry.pages, entry.generations, entry.slots))
         if groups:
-            record.loading = Job(False, groups)
-            self.counts.restored_pages += len(record.loading.pages)
-            job = record.loading
-            self._submit(self.back, job)
-            return job
+            job = record.loading = Job(False, groups)
+            self.counts.restored_pages += len(job.pages)
+            return self._submit(self.back, job)
         return None
 
     def _loaded(self, job: Job, pages: list[int], part: slice) -> None:

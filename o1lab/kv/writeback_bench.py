@@ -125,9 +125,9 @@ def slowdown(at: Setting, steps: int = 100) -> dict[str, Estimate]:
     for _ in range(ROUNDS + 1):
         _fill(tiers, "one", at.pages, at.shape.layers)
         at.settle()
-        alone, beside = [step() for _ in range(steps)], []
-        begin = time.perf_counter()
+        alone, begin = [step() for _ in range(steps)], time.perf_counter()
         tiers.write_back()
+        beside = [step()]
         while tiers.copying_pages:
             beside.append(step())
             tiers.settle()
