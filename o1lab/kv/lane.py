@@ -130,7 +130,7 @@ class Lane:
         if device.page_bytes != host.page_bytes:
             raise PoolError(f"pages of {device.page_bytes} bytes do not go into pages of {host.page_bytes}")
         self.cuda = device.arena.device.type == "cuda"
-        self.where = device.arena.device
+        self.where, self._pools = device.arena.device, (device, host)  # as long as a copy runs, its memory stays
         self._device, self._host = (pool.arena.view(pool.pages, pool.page_bytes) for pool in (device, host))
         self.real = self.where.type != "meta"
         self.workers = workers if self.real else 0
