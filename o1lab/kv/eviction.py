@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 
 from o1lab.kv.eviction_state import faults
-from o1lab.kv.lane import CopyFailed
+from o1lab.kv.lane import CopyFailed, Job
 from o1lab.kv.pool import ForeignPage, PagePool, PoolError, PoolExhausted
 from o1lab.kv.ranking import ACTIVE, READY, SHIELDED, Entry, State
 from o1lab.kv.tiers import DamagedCopy, Owner, Tiers
@@ -87,12 +87,15 @@ class EvictingPool(Tiers):
         return pages
 
     def seal(self, pages: Iterable[int], owner: Hashable) -> None:
-        """Declare pages full: nothing writes to them again, and from now on they go and come as one group."""
+        """Declare pages full, written by the current stream; from now on they go and come as one group.
+
+        Nothing may write to them again: a change between copy and eviction goes unseen, and is lost.
+        """
         with self._lock:
             record, numbers = self._open(pages, owner)
             record.open = [page for page in record.open if page not in numbers]
             generations = [self.pool.generation(page) for page in numbers]
-            entry = Entry(owner, len(record.entries), numbers, generations, self.clock())
+            entry = Entry(owner, len(record.entries), numbers, generations, self.clock(), written=self.lane.mark())
             record.entries.append(entry)
             record.resident += len(numbers)
             self._at[numbers[0]] = entry
@@ -287,7 +290,7 @@ class EvictingPool(Tiers):
                 if entry is not None:
                     self._evict(entry)
                     continue
-                copying = [job for job in self._jobs if job.to_host] or self._copy(short, level)
+                copying = [job for job in self._jobs if self._helps(job)] or self._copy(short, level)
                 if not copying:
                     break
                 self.lane.wait(copying[0], self.policy.patience_s)
@@ -298,8 +301,13 @@ class EvictingPool(Tiers):
         if n > pool.free_pages:
             raise EvictionRefused(n, pool, f"the host has {self.host.free_pages} free pages for what has no copy yet")
 
+    def _helps(self, job: Job) -> bool:
+        """Whether pages of idle owners are on their way to the host with this job."""
+        entries = [self._at.get(pages[0]) for pages, _, _ in job.groups] if job.to_host else []
+        return any(entry is not None and not self._owners[entry.owner].active for entry in entries)
+
     def _evict(self, entry: Entry) -> None:
-        self.counts.evicted_pages += len(entry.pages)
-        self.counts.unverified_pages += sum(self._seals[slot][-1] is None for slot in entry.slots)
         self._leave_device(entry)
         entry.state = State.HOST
+        self.counts.evicted_pages += len(entry.slots)
+        self.counts.unverified_pages += sum(self._seals[slot][-1] is None for slot in entry.slots)

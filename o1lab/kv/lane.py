@@ -39,6 +39,8 @@ class Job:
         What belongs together.
     source, target : list of int
         Checksums of the side that was read, taken before the copy, and of the other one, taken after it.
+    after : list of torch.cuda.Event
+        What has to be over before the copy may begin.
     error : CopyFailed or None
     """
 
@@ -47,7 +49,7 @@ class Job:
     source: list[int] = field(default_factory=list)
     target: list[int] = field(default_factory=list)
     error: CopyFailed | None = None
-    ready: Any = None
+    after: list[Any] = field(default_factory=list)
     worker: threading.Thread | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -137,14 +139,21 @@ class Lane:
         self.readback, self.verify, self.copy = self.cuda if readback is None else readback, verify, copy or _copy
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._hiring = threading.Lock()
         weakref.finalize(self, _stop, self._jobs, self._threads)
 
-    def submit(self, job: Job) -> Job:
-        """Queue a job behind all that the current stream has been given so far: what it writes is read whole."""
-        if self.cuda:
-            import torch
+    def mark(self) -> Any:
+        """An event behind all that the current stream has been given so far; ``None`` without CUDA."""
+        if not self.cuda:
+            return None
+        import torch
 
-            job.ready = torch.cuda.current_stream(self.where).record_event()
+        return torch.cuda.current_stream(self.where).record_event()
+
+    def submit(self, job: Job) -> Job:
+        """Queue a job; a copy to the device begins behind all that the current stream has been given so far."""
+        if not job.to_host:
+            job.after.append(self.mark())
         if self.workers:
             self._jobs.put(job)
             self._staff()
@@ -181,11 +190,12 @@ class Lane:
             job.done.set()
 
     def _staff(self) -> None:
-        self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
-        while len(self._threads) < self.workers:
-            thread = threading.Thread(target=_work, args=(weakref.ref(self), self._jobs), daemon=True, name="kv copy")
-            self._threads.append(thread)
-            thread.start()
+        with self._hiring:
+            self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
+            while len(self._threads) < self.workers:
+                args = weakref.ref(self), self._jobs
+                self._threads.append(threading.Thread(target=_work, args=args, daemon=True, name="kv copy"))
+                self._threads[-1].start()
 
     def _run(self, job: Job, stream: Any) -> None:
         try:
@@ -206,7 +216,8 @@ class Lane:
         parts = runs(job.pages, job.slots)
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             if stream is not None:
-                stream.wait_event(job.ready)
+                for event in job.after:
+                    stream.wait_event(event)
             before, after = [], []
             for page, slot, n in parts:
                 device, host = self._device[page : page + n], self._host[slot : slot + n]

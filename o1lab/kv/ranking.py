@@ -12,6 +12,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from o1lab.kv.pool import PoolError
 
@@ -92,6 +93,8 @@ class Entry:
     last_use, expiry : float
     uses : int
         Timestamp and access counter, and the end of the time-to-live.
+    written : torch.cuda.Event or None
+        After which the pages are whole.
     """
 
     owner: Hashable
@@ -105,11 +108,14 @@ class Entry:
     slots: list[int] = field(default_factory=list)
     sealed: list[int] = field(default_factory=list)
     stamp: int = 0
+    written: Any = None
     released: bool = False
     fault: PoolError | None = None
 
 
 READY, SHIELDED, ACTIVE = range(3)
+LEAST_ITEMS = 256
+"""Of a heap that is cleared of what is gone."""
 
 
 class Ranking:
@@ -130,7 +136,7 @@ class Ranking:
         self.policy = policy
         self._ready: list[tuple[float, int, int, int, Entry]] = []
         self._waiting: list[tuple[float, int, int, int, Entry]] = []
-        self._count = 0
+        self._count, self._most = 0, [LEAST_ITEMS, LEAST_ITEMS]
 
     def put(self, entry: Entry, now: float, active: bool = False) -> None:
         """Rank an entry anew."""
@@ -170,6 +176,10 @@ class Ranking:
     def _push(self, heap: list[tuple[float, int, int, int, Entry]], key: float, entry: Entry) -> None:
         self._count += 1
         heapq.heappush(heap, (key, -entry.index, self._count, entry.stamp, entry))
+        if len(heap) >= self._most[heap is self._ready]:  # what was ranked anew has left its old items behind
+            heap[:] = [item for item in heap if not self._gone(item)]
+            heapq.heapify(heap)
+            self._most[heap is self._ready] = 2 * len(heap) + LEAST_ITEMS
 
     @staticmethod
     def _gone(item: tuple[float, int, int, int, Entry]) -> bool:

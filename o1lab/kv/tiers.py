@@ -51,13 +51,15 @@ class Tiers:
         check = self.policy.verify
         self.lane = lane or Lane(pool, host, workers=2, verify=check != "none")
         self.back = back or Lane(pool, host, verify=check == "full")
+        if (check != "none" and not self.lane.verify) or (check == "full" and not self.back.verify):
+            raise PoolError(f"verify={check!r} needs lanes that take checksums: make them with verify=True")
         self.counts, self.errors = Counts(), deque[PoolError](maxlen=64)
         self._owners: dict[Hashable, Owner] = {}
         self._at: dict[int, Entry] = {}  # groups on the device, by their first page
         self._seals: dict[int, tuple[Any, ...]] = {}  # by host page: owner, group, place in it, generation, sum
         self._cold, self._clean = Ranking(self.policy), Ranking(self.policy)
         self._jobs: list[Job] = []
-        self._strikes = 0
+        self._strikes, self._no_room = 0, -1
         self._lock = threading.RLock()
 
     def _owner(self, owner: Hashable) -> Owner:
@@ -84,7 +86,7 @@ class Tiers:
 
     def _copy_early(self) -> None:
         policy, use = self.policy, 1 - self.pool.free_pages / self.pool.pages
-        if use >= policy.copy_at and self._strikes < MOST_STRIKES:
+        if use >= policy.copy_at and self._strikes < MOST_STRIKES and self.host.free_pages > self._no_room:
             room = policy.in_flight_pages - sum(len(job.pages) for job in self._jobs)
             if room > 0:
                 self._copy(room, ACTIVE if policy.copy_active else SHIELDED)
@@ -103,11 +105,12 @@ class Tiers:
             groups = self._with_slots(sorted(batch, key=lambda entry: entry.pages[0]))  # neighbours copy as one
             if groups:
                 sent += sum(len(pages) for pages, _, _ in groups)
-                jobs.append(self._submit(self.lane, Job(True, groups)))
+                written = [self._at[pages[0]].written for pages, _, _ in groups]
+                jobs.append(self._submit(self.lane, Job(True, groups, after=written)))
             if len(groups) < len(batch):
                 self.counts.host_full += 1
-                break
-            if not batch:
+                self._no_room = self.host.free_pages  # nothing more in the background until there is more
+            if len(groups) < len(batch) or not batch:
                 break
         self.counts.copied_pages += sent
         return jobs

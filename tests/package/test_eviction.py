@@ -217,6 +217,17 @@ def test_what_was_ranked_anew_is_not_found_twice():
     assert ranking.pop(9.0) is None
 
 
+def test_ranking_anew_for_ever_keeps_the_heaps_small():
+    ranking, entries = Ranking(Policy(shield=2.0)), [Entry(name, 0, [name], [0], 0.0) for name in range(40)]
+    for turn in range(200):
+        for entry in entries:
+            entry.last_use = float(turn)
+            ranking.put(entry, float(turn))
+    assert len(ranking._waiting) + len(ranking._ready) < 1000
+    assert len({ranking.pop(1000.0).owner for _ in entries}) == 40
+    assert ranking.pop(1000.0) is None
+
+
 @pytest.mark.parametrize("wrong", [{"verify": "some"}, {"evict_at": 1.5}, {"copy_at": -1}, {"age": 0}], ids=str)
 def test_a_policy_that_cannot_be_is_refused(wrong):
     with pytest.raises(PoolError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))!r}"):
@@ -537,6 +548,31 @@ def test_neighbours_are_copied_in_one_piece():
     assert runs([0, 1, 9], [4, 5, 6]) == [(0, 4, 2), (9, 6, 1)]
 
 
+def test_lanes_that_do_not_look_are_refused_where_the_policy_asks_for_it():
+    pool = PagePool(4 * PAGE, device="cpu", page_bytes=PAGE, chunk_bytes=4 * PAGE)
+    host = host_pool(pool, 4 * PAGE)
+    blind = Lane(pool, host, verify=False)
+    for lanes in ({"lane": blind}, {"back": blind}):
+        with pytest.raises(PoolError, match="verify='full' needs lanes that take checksums"):
+            EvictingPool(pool, host, **lanes)
+    EvictingPool(pool, host, Policy(verify="copy"), back=blind)
+
+
+def test_a_failed_request_does_not_wait_for_copies_of_what_is_in_use():
+    gate = Gate()
+    tiers = tiers_of(4, lane=gate, copy_at=float("inf"), shield=None)
+    fill(tiers, "idle", 2)
+    gate.open.set()
+    tiers.write_back(wait=True)
+    gate.open.clear()
+    fill(tiers, "active", 2, rest=False)
+    tiers.write_back()
+    tiers.allocate(2, "new")  # would wait for the gate
+    assert tiers.counts.evicted_pages == 2
+    assert tiers.copying_pages == 2
+    gate.open.set()
+
+
 # --- the host pool ---------------------------------------------------------------------------------------------------
 
 
@@ -552,7 +588,8 @@ def test_a_full_host_pool_leaves_pages_where_they_are_and_says_so():
     content = fill(tiers, "old", 8)
     tiers.settle(wait=True)
     assert tiers.states() == {"CLEAN": 3, "SEALED": 5}
-    assert tiers.counts.host_full > 0
+    assert tiers.counts.host_full == 1  # and it is not tried again for every request
+    tiers.touch("old")
     tiers.allocate(3, "new")
     with pytest.raises(EvictionRefused, match="the host has 0 free pages for what has no copy yet"):
         tiers.allocate(1, "new")
@@ -610,7 +647,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     @initialize(
         host_pages=st.sampled_from([40, 6, 2]), copy_at=st.sampled_from([0.0, 0.8, float("inf")]),
-        evict_at=st.sampled_from([0.0, 0.5, 0.95]), shield=st.sampled_from([None, 0.0, 2.0]), group=st.sampled_from([1, 2]),
+        evict_at=st.sampled_from([0.0, 0.5, 0.95]), shield=st.sampled_from([None, 0.0, 2.0]),
+        group=st.sampled_from([1, 2]),
     )  # fmt: skip
     def begin(self, host_pages, copy_at, evict_at, shield, group):
         pool = PagePool(8 * PAGE, device="cpu", page_bytes=PAGE, chunk_bytes=4 * PAGE)
@@ -977,6 +1015,7 @@ def test_the_bench_prints_its_tables_and_writes_them(tmp_path, capsys, monkeypat
     small = bench.Setting("cpu", KVShape(2, 2, 32), 128, 4096, 1 << 16, None)
     monkeypatch.setattr(bench, "setting", lambda device, quick, readback: small)
     path = tmp_path / "bench.json"
+    monkeypatch.setattr(bench, "prefill", lambda at: bench.np.zeros)
     assert bench.main(["rate", "slowdown", "evict", "restore", "--device", "cpu", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert list(found) == ["rate", "slowdown", "evict", "restore"]
@@ -1179,3 +1218,8 @@ def test_a_garbled_restore_is_noticed(verify, noticed):
             tiers.restore("sequence")
     else:
         tiers.restore("sequence")
+
+
+def test_the_default_recomputation_makes_a_cache_of_the_same_shape():
+    cache = bench.prefill(bench.Setting("cpu", KVShape(2, 2, 32), 48, 4096, 1 << 16, None))(40).past_key_values
+    assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 2, 40, 32)] * 2
