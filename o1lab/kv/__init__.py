@@ -1,7 +1,8 @@
 """Key-value caches: where their memory goes, a pool that wastes little of it, and traffic to try designs with.
 
-``PagePool`` hands out pages, ``fragmentation`` measures what any allocator wastes, ``replay`` and ``compare`` serve the
-same traffic with several designs, ``python -m o1lab.kv.bench`` prints the pool's figures for this machine.
+``PagePool`` hands out pages, ``EvictingPool`` moves idle ones to the host and back, ``fragmentation`` measures what any
+allocator wastes, ``replay`` and ``compare`` serve the same traffic with several designs. ``python -m o1lab.kv.bench``,
+``o1lab.kv.writeback_bench`` and ``o1lab.kv.faults`` print figures of this machine and the fate of injected faults.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ _LATER = {
     "Paged": "designs", "Traffic": "traffic", "Request": "traffic", "TrafficError": "traffic",
     "long_cot": "traffic", "from_file": "traffic_files", "from_log": "traffic_files", "Outcome": "replay",
     "as_trace": "replay", "needed_bytes": "compare", "inserts": "insertion",
+    "EvictingPool": "eviction", "EvictionRefused": "eviction", "Policy": "ranking", "host_pool": "lane",
+    "CopyFailed": "lane", "DamagedCopy": "tiers", "Offloading": "offload", "compare_policies": "offload",
 }  # fmt: skip
 
 __all__ = ["Fragmentation", "PagePool", "PoolError", "PoolExhausted", "fragmentation"]

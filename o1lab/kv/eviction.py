@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 
 from o1lab.kv.eviction_state import faults
-from o1lab.kv.lane import CopyFailed, Job
+from o1lab.kv.lane import CopyFailed
 from o1lab.kv.pool import ForeignPage, PagePool, PoolError, PoolExhausted
 from o1lab.kv.ranking import ACTIVE, READY, SHIELDED, Entry, State
 from o1lab.kv.tiers import DamagedCopy, Owner, Tiers
@@ -151,20 +151,18 @@ class EvictingPool(Tiers):
             record.active += 1  # nothing of it may go while the rest is on its way
             self.touch(owner)
         try:
-            for last in (False, True):
+            error = self._bring(owner, record)
+            if error is not None and not isinstance(error, DamagedCopy):
                 error = self._bring(owner, record)
-                if error is None:
-                    return [page for entry in record.entries for page in entry.pages] + record.open
-                if last or isinstance(error, DamagedCopy):
-                    raise error
+            if error is not None:
+                raise error
         except PoolError:
             with self._lock:
-                if self._owners.get(owner) is record:
-                    record.active -= 1
-                    for entry in record.entries:
-                        self._place(entry)
+                record.active -= 1
+                for entry in record.entries if self._owners.get(owner) is record else ():
+                    self._place(entry)
             raise
-        raise AssertionError("unreachable")
+        return [page for entry in record.entries for page in entry.pages] + record.open
 
     def _bring(self, owner: Hashable, record: Owner) -> PoolError | None:
         with self._lock:
@@ -264,17 +262,16 @@ class EvictingPool(Tiers):
     # eviction
 
     def _make_room(self, n: int) -> None:
-        """Evict what is missing for a request of ``n`` pages that has failed."""
-        begin, copied = time.perf_counter_ns(), self.counts.copied_pages
-        self.counts.failed_requests += 1
+        """Evict what is missing for a request of ``n`` pages that has failed, and keep count of it."""
+        begin, counts, copied = time.perf_counter_ns(), self.counts, self.counts.copied_pages
+        counts.failed_requests += 1
+        counts.refusals += 1  # until it is served
         try:
             self._evict_for(n)
-        except PoolError:
-            self.counts.refusals += 1
-            raise
         finally:
-            self.counts.late_pages += self.counts.copied_pages - copied
-        self.counts.stalls_us.append((time.perf_counter_ns() - begin) / 1000)
+            counts.late_pages += counts.copied_pages - copied
+        counts.refusals -= 1
+        counts.stalls_us.append((time.perf_counter_ns() - begin) / 1000)
 
     def _evict_for(self, n: int) -> None:
         pool, least = self.pool, self.policy.evict_at
@@ -300,14 +297,3 @@ class EvictingPool(Tiers):
                     raise copying[0].error
         if n > pool.free_pages:
             raise EvictionRefused(n, pool, f"the host has {self.host.free_pages} free pages for what has no copy yet")
-
-    def _helps(self, job: Job) -> bool:
-        """Whether pages of idle owners are on their way to the host with this job."""
-        entries = [self._at.get(pages[0]) for pages, _, _ in job.groups] if job.to_host else []
-        return any(entry is not None and not self._owners[entry.owner].active for entry in entries)
-
-    def _evict(self, entry: Entry) -> None:
-        self._leave_device(entry)
-        entry.state = State.HOST
-        self.counts.evicted_pages += len(entry.slots)
-        self.counts.unverified_pages += sum(self._seals[slot][-1] is None for slot in entry.slots)

@@ -60,16 +60,15 @@ def faults(tiers: Tiers) -> list[str]:
             found.append(f"{owner!r} is counted with {record.resident} pages in groups on the device")
     entries = [entry for record in tiers._owners.values() for entry in record.entries]
     for entry in entries:
-        if (entry.state is State.HOST) == bool(entry.pages):
-            found.append(f"{entry.owner!r} group {entry.index} is {entry.state.name} with pages {entry.pages}")
-        if (entry.state in (State.CLEAN, State.HOST, State.RESTORING)) != bool(entry.slots):
-            found.append(f"{entry.owner!r} group {entry.index} is {entry.state.name} with host pages {entry.slots}")
-        if entry.pages and tiers._at.get(entry.pages[0]) is not entry:
-            found.append(f"{entry.owner!r} group {entry.index} is not known by its page {entry.pages[0]}")
-        if any(pool._holder[page] != entry.owner for page in entry.pages):
-            found.append(f"{entry.owner!r} group {entry.index} has pages that somebody else holds")
-        if any(slot not in tiers._seals for slot in entry.slots):
-            found.append(f"{entry.owner!r} group {entry.index} has a copy without a seal")
+        wrong = {
+            f"has pages {entry.pages}": (entry.state is State.HOST) == bool(entry.pages),
+            f"has host pages {entry.slots}": (entry.state not in (State.SEALED, State.COPYING)) != bool(entry.slots),
+            "is not known by its first page": bool(entry.pages) and tiers._at.get(entry.pages[0]) is not entry,
+            "has pages that somebody else holds": any(pool._holder[page] != entry.owner for page in entry.pages),
+            "has a copy without a seal": not tiers._seals.keys() >= set(entry.slots),
+        }
+        who = f"group {entry.index} of {entry.owner!r}, {entry.state.name},"
+        found += [f"{who} {what}" for what, bad in wrong.items() if bad]
     entries += [entry for entry in tiers._at.values() if entry.released]
     slots = [slot for entry in entries for slot in entry.slots]
     if sorted(slots) != sorted(tiers._seals):

@@ -69,7 +69,7 @@ class Tiers:
 
     def _open(self, pages: Iterable[int], owner: Hashable) -> tuple[Owner, list[int]]:
         record, numbers = self._owner(owner), list(pages)
-        if not numbers or not set(numbers) <= set(record.open):
+        if not numbers or not set(numbers) <= set(record.open) or len(set(numbers)) < len(numbers):
             raise ForeignPage(f"pages {numbers} are not all open pages of {owner!r}, which are {record.open}")
         return record, numbers
 
@@ -201,7 +201,18 @@ class Tiers:
             self.host.free(entry.slots, COPY)
             entry.slots = []
 
+    def _helps(self, job: Job) -> bool:
+        """Whether pages of idle owners are on their way to the host with this job."""
+        entries = [self._at.get(pages[0]) for pages, _, _ in job.groups] if job.to_host else []
+        return any(entry is not None and not self._owners[entry.owner].active for entry in entries)
+
     # off the device and back
+
+    def _evict(self, entry: Entry) -> None:
+        self._leave_device(entry)
+        entry.state = State.HOST
+        self.counts.evicted_pages += len(entry.slots)
+        self.counts.unverified_pages += sum(self._seals[slot][-1] is None for slot in entry.slots)
 
     def _leave_device(self, entry: Entry) -> None:
         strict = self.policy.verify == "full"

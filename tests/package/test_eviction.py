@@ -626,6 +626,8 @@ def test_only_open_pages_are_sealed_or_trimmed():
     for wrong in (tiers.seal, tiers.trim):
         with pytest.raises(ForeignPage, match="not all open pages"):
             wrong(pages, "one")
+        with pytest.raises(ForeignPage, match="not all open pages"):
+            wrong([pages[1], pages[1]], "one")
     tiers.trim(pages[1:], "one")
     assert tiers.pool.free_pages == 3
     with pytest.raises(PoolError, match="owner=None"):
