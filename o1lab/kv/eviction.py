@@ -162,7 +162,8 @@ class EvictingPool(Tiers):
                 for entry in record.entries if self._owners.get(owner) is record else ():
                     self._place(entry)
             raise
-        return [page for entry in record.entries for page in entry.pages] + record.open
+        with self._lock:
+            return [page for entry in record.entries for page in entry.pages] + record.open
 
     def _bring(self, owner: Hashable, record: Owner) -> PoolError | None:
         with self._lock:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 
+Group = tuple[list[int], list[int], list[int]]
+"""Pages that go and come together, their generations, and their host pages."""
+
+
 class CopyFailed(PoolError):
     """A copy raised, or its thread died or hung; the source is untouched, so that nothing is lost: try again."""
 
@@ -35,8 +39,7 @@ class Job:
     ----------
     to_host : bool
         From ``pages`` to ``slots``, or back.
-    groups : list of (pages, generations, slots)
-        What belongs together.
+    groups : list of Group
     source, target : list of int
         Checksums of the side that was read, taken before the copy, and of the other one, taken after it.
     after : list of torch.cuda.Event
@@ -45,7 +48,7 @@ class Job:
     """
 
     to_host: bool
-    groups: list[tuple[list[int], list[int], list[int]]]
+    groups: list[Group]
     source: list[int] = field(default_factory=list)
     target: list[int] = field(default_factory=list)
     error: CopyFailed | None = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from o1lab.kv.eviction_state import Counts
-from o1lab.kv.lane import CopyFailed, Job, Lane
+from o1lab.kv.lane import CopyFailed, Group, Job, Lane
 from o1lab.kv.pool import ForeignPage, PagePool, PoolError
 from o1lab.kv.ranking import ACTIVE, SHIELDED, Entry, Policy, Ranking, State
 
@@ -115,7 +115,7 @@ class Tiers:
         self.counts.copied_pages += sent
         return jobs
 
-    def _with_slots(self, batch: list[Entry]) -> list[tuple[list[int], list[int], list[int]]]:
+    def _with_slots(self, batch: list[Entry]) -> list[Group]:
         groups, after = [], None
         for entry in batch:
             n = len(entry.pages)
@@ -154,27 +154,29 @@ class Tiers:
                 (self.lane if job.to_host else self.back).find_dead(job)
             if job.done.is_set():
                 self._jobs.remove(job)
-                begin = 0
-                for pages, generations, slots in job.groups:
-                    part = slice(begin, begin + len(pages))
-                    begin += len(pages)
+                begin, failure = 0, job.error if self.policy.verify != "none" else None
+                for group in job.groups:
+                    part = slice(begin, begin + len(group[0]))
+                    begin += len(group[0])
                     if job.to_host:
-                        self._stored(job, pages, generations, slots, part)
+                        self._stored(job, failure, group, part)
                     else:
-                        self._loaded(job, pages, part)
+                        self._loaded(job, failure, group[0], part)
                 if job.to_host:
                     self._strikes = 0 if job.error is None else self._strikes + 1
 
-    def _stored(self, job: Job, pages: list[int], generations: list[int], slots: list[int], part: slice) -> None:
+    def _stored(self, job: Job, error: PoolError | None, group: Group, part: slice) -> None:
         """A copy to the host has ended: whose it is is looked up anew, for its pages may have changed hands."""
+        pages, generations, slots = group
         entry = self._at.get(pages[0])
         fits = entry is not None and entry.pages == pages and not entry.slots
         stale = [self.pool.generation(page) for page in pages] != generations
-        error = self._error(job)
-        if error is None and job.source[part] != job.target[part]:
+        dropped = stale and self.policy.verify == "full"  # whatever was read, it was not for whoever has the pages now
+        error = None if dropped else error
+        if error is None and not dropped and job.source[part] != job.target[part]:
             who = repr(entry.owner) if fits else "nobody"
             error = CopyFailed(f"the copy of pages {pages} of {who} is not what was read: it is dropped, they stay")
-        if error is None and fits and not (stale and self.policy.verify == "full"):
+        if error is None and fits and not dropped:
             sums = job.target[part] or [None] * len(pages)
             entry.state, entry.slots, entry.sealed = State.CLEAN, slots, generations
             for place, (slot, generation, found) in enumerate(zip(slots, generations, sums, strict=True)):
@@ -190,9 +192,6 @@ class Tiers:
         if fits and entry.state is State.COPYING and entry.generations == generations:
             entry.state = State.SEALED
             self._place(entry)
-
-    def _error(self, job: Job) -> PoolError | None:
-        return job.error if self.policy.verify != "none" else None
 
     def _drop_copy(self, entry: Entry) -> None:
         if entry.slots:
@@ -215,8 +214,8 @@ class Tiers:
         self.counts.unverified_pages += sum(self._seals[slot][-1] is None for slot in entry.slots)
 
     def _leave_device(self, entry: Entry) -> None:
-        strict = self.policy.verify == "full"
-        self.pool.free(entry.pages, entry.owner, generations=entry.generations if strict else None)
+        stale = self.policy.verify == "full" and [*map(self.pool.generation, entry.pages)] != entry.generations
+        self.pool.free(entry.pages, entry.owner, generations=entry.generations if stale else None)  # raises if stale
         del self._at[entry.pages[0]]
         if not entry.released:
             self._owners[entry.owner].resident -= len(entry.pages)
@@ -239,7 +238,7 @@ class Tiers:
             return self._submit(self.back, job)
         return None
 
-    def _loaded(self, job: Job, pages: list[int], part: slice) -> None:
+    def _loaded(self, job: Job, error: PoolError | None, pages: list[int], part: slice) -> None:
         entry = self._at[pages[0]]
         record = self._owners.get(entry.owner)
         if record is not None and record.loading is job:
@@ -248,7 +247,7 @@ class Tiers:
             self._leave_device(entry)
             self._drop_copy(entry)
             return
-        entry.fault = self._error(job)
+        entry.fault = error
         if entry.fault is None and self.policy.verify == "full":
             entry.fault = self._judge(entry, job.target[part])
         if entry.fault is None:

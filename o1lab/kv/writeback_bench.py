@@ -201,7 +201,7 @@ def policies(at: Setting) -> dict[str, Any]:
     """The same traffic under the policy as written and under ours, with real memory."""
     shape, page = at.shape, at.page_bytes
     traffic = long_cot(24, concurrent=8, median_tokens=600, most_tokens=1500, prefixes=3)
-    chosen = {"as written": Policy.as_written(), "ours": Policy()}
+    chosen = {"as written": Policy.as_written(), "ours": Policy(), "ours, idle only": Policy(copy_active=False)}
     found = compare_policies(
         traffic, shape, capacity_bytes=shape.pages(3500, page) * page, host_bytes=shape.pages(40_000, page) * page,
         policies=chosen, memory=lambda: OnDevice(at.device, 8 << 20), sizes={"page_bytes": page}, stride=4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -25,7 +26,7 @@ from o1lab.kv.designs import KVShape
 from o1lab.kv.eviction import DamagedCopy, EvictingPool, EvictionRefused
 from o1lab.kv.lane import CopyFailed, Lane, host_pool, runs
 from o1lab.kv.offload import Offloading, compare_policies
-from o1lab.kv.pool import ForeignPage, PagePool, PoolError, PoolExhausted
+from o1lab.kv.pool import ForeignPage, PagePool, PoolError, PoolExhausted, StalePage
 from o1lab.kv.ranking import ACTIVE, SHIELDED, Entry, Policy, Ranking, State
 from o1lab.kv.replay import replay
 from o1lab.kv.traffic import Request, Traffic, long_cot
@@ -362,6 +363,28 @@ def test_a_host_page_stays_taken_until_its_copy_has_ended():
     assert same(tiers, "next", content)
 
 
+def test_a_copy_of_released_pages_that_somebody_writes_to_is_no_failure():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def late(target, source):  # the sum of the source has been taken
+        begun.set()
+        assert go_on.wait(10)
+        target.copy_(source)
+
+    tiers = tiers_of(2, lane=late, copy_at=float("inf"))
+    fill(tiers, "released", 2)
+    tiers.write_back()
+    assert begun.wait(10)
+    tiers.release("released")
+    content = fill(tiers, "next", 2)
+    go_on.set()
+    tiers.settle(wait=True)
+    assert (tiers.counts.stale_copies, tiers.counts.rejected_copies, len(tiers.errors)) == (2, 0, 0)
+    tiers.allocate(2, "new")
+    tiers.release("new")
+    assert same(tiers, "next", content)
+
+
 def test_a_page_under_restore_goes_to_nobody_else_before_the_copy_has_ended():
     gate = Gate()
     tiers = tiers_of(4, back=gate)
@@ -457,6 +480,19 @@ def test_a_copy_that_fails_on_the_way_out_loses_nothing_and_says_so(how):
     tiers.release("new")
     assert tiers.counts.unverified_pages == 0
     assert same(tiers, "old", content)
+
+
+def test_of_several_groups_copied_together_only_the_damaged_one_is_rejected():
+    def second(target, source):
+        target.copy_(source)
+        target[1, 3] ^= 1
+
+    tiers = tiers_of(4, lane=once(second), copy_at=float("inf"))
+    fill(tiers, "old", 4)
+    with pytest.raises(CopyFailed, match=r"the copy of pages \[1\] of 'old' is not what was read"):
+        tiers.write_back(wait=True)
+    assert tiers.states() == {"CLEAN": 3, "SEALED": 1}
+    assert tiers.counts.rejected_copies == 1
 
 
 @pytest.mark.parametrize("how", FAILURES)
@@ -571,6 +607,33 @@ def test_a_failed_request_does_not_wait_for_copies_of_what_is_in_use():
     assert tiers.counts.evicted_pages == 2
     assert tiers.copying_pages == 2
     gate.open.set()
+
+
+def test_pages_that_somebody_took_behind_its_back_are_not_given_away():
+    tiers = tiers_of(2)
+    fill(tiers, "old", 2)
+    tiers.settle(wait=True)
+    tiers.pool.free([1], "old")
+    assert tiers.pool.allocate(1, "thief") == [1]
+    with pytest.raises(StalePage, match="belongs to 'thief'"):
+        tiers.allocate(1, "new")
+    assert tiers.pool.owners()["thief"] == 1
+    with pytest.raises(PoolError, match=r"group 1 of 'old', CLEAN, has pages that somebody else holds"):
+        tiers.check()
+
+
+def test_a_pool_that_is_forgotten_ends_its_threads():
+    before = set(threading.enumerate())
+    tiers = tiers_of(4)
+    fill(tiers, "old", 4)
+    tiers.settle(wait=True)
+    started = set(threading.enumerate()) - before
+    assert {thread.name for thread in started} == {"kv copy"}
+    del tiers
+    gc.collect()
+    for thread in started:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 # --- the host pool ---------------------------------------------------------------------------------------------------
@@ -830,8 +893,9 @@ class EvictsUncopied(EvictingPool):
 class Stale(EvictingPool):
     """Believes copies that were begun for the pages' last holder."""
 
-    def _stored(self, job, pages, generations, slots, part):
-        super()._stored(job, pages, [self.pool.generation(page) for page in pages], slots, part)
+    def _stored(self, job, error, group, part):
+        pages, _, slots = group
+        super()._stored(job, error, (pages, [self.pool.generation(page) for page in pages], slots), part)
 
 
 @pytest.mark.parametrize("broken", [EvictsActive, ForgetsHostPages, EvictsUncopied])
