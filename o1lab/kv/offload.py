@@ -35,9 +35,9 @@ class Offloading(Paged):
     Attributes
     ----------
     tiers : EvictingPool
-    reusable_tokens, reused_tokens : int
-        Tokens that had been computed before when their sequence was admitted, and those of them that were still there,
-        on either side.
+    reusable_tokens, reused_tokens, restored_tokens : int
+        Tokens that had been computed before when their sequence was admitted, those of them that were still there on
+        either side, and those of the latter that had to be brought back first.
     """
 
     name = "paged, offloading"
@@ -48,7 +48,7 @@ class Offloading(Paged):
     ) -> None:  # fmt: skip
         super().__init__(shape, memory, capacity_bytes=capacity_bytes, **sizes)
         self.tiers = EvictingPool(self.pool, host_pool(self.pool, host_bytes), policy, clock=lambda: self.memory.step)
-        self.reusable_tokens = self.reused_tokens = 0
+        self.reusable_tokens = self.reused_tokens = self.restored_tokens = 0
         self._whole: dict[int, int] = {}  # length at which a sequence is finished
         self._length: dict[Any, int] = {}  # tokens that each owner's pages hold: of a sequence, or of a prefix
         self._parts: dict[int, list[Any]] = {}  # owners that a running sequence keeps active
@@ -60,6 +60,7 @@ class Offloading(Paged):
         self._held[number], self._parts[number], self._tokens[number] = [], [], 0
         self._whole[number] = request.tokens
         known, reused = sum(self._length.get(owner, 0) for owner, _ in parts), 0
+        restored = self.tiers.counts.restored_pages
         try:
             for owner, end in parts:
                 reused += self._take_up(number, owner)
@@ -68,6 +69,8 @@ class Offloading(Paged):
             self.end(number)
             return False
         self.reusable_tokens, self.reused_tokens = self.reusable_tokens + known, self.reused_tokens + reused
+        pages = self.tiers.counts.restored_pages - restored
+        self.restored_tokens += pages // self.shape.layers * self.page_tokens
         return True
 
     def grow(self, number: int, tokens: int) -> bool:
@@ -147,8 +150,9 @@ class Served:
         Copied to the host and back, and those of the former for which a failed request had to wait.
     evictions, restored_pages, refusals : int
         Pages evicted and brought back; failed requests that eviction did not help.
-    hit_rate : float
-        Share of the tokens computed before that did not have to be computed again.
+    hit_rate, device_hit_rate : float
+        Share of the tokens computed before that did not have to be computed again, and of those that had not even left
+        the device.
     stalls_us : numpy.ndarray
         Time in which room was made for each failed request, in µs; means something with real memory only.
     """
@@ -162,6 +166,7 @@ class Served:
     restored_pages: int
     refusals: int
     hit_rate: float
+    device_hit_rate: float
     stalls_us: np.ndarray
 
     def __str__(self) -> str:
@@ -169,13 +174,13 @@ class Served:
         return (
             f"{self.policy:<22}{self.outcome.finished:>7}{self.outcome.failures:>6}{self.outcome.preemptions:>9}"
             f"{self.out_bytes / 2**20:>9.1f}{self.late_bytes / 2**20:>9.1f}{self.back_bytes / 2**20:>9.1f}"
-            f"{self.evictions:>9}{self.restored_pages:>9}{self.refusals:>9}{self.hit_rate:>8.1%}{stall:>16}"
+            f"{self.evictions:>9}{self.restored_pages:>9}{self.refusals:>9}{self.hit_rate:>8.1%}{self.device_hit_rate:>8.1%}{stall:>16}"
         )
 
 
 HEAD = (
     f"{'policy':<22}{'served':>7}{'lost':>6}{'preempt':>9}{'out MiB':>9}{'late MiB':>9}{'back MiB':>9}"
-    f"{'evicted':>9}{'restored':>9}{'refused':>9}{'hits':>8}{'stall µs, max':>16}"
+    f"{'evicted':>9}{'restored':>9}{'refused':>9}{'hits':>8}{'on dev':>8}{'stall µs, max':>16}"
 )
 
 
@@ -213,9 +218,10 @@ def compare_policies(
         design.tiers.settle(wait=True)
         design.tiers.check()
         counts, page = design.tiers.counts, design.pool.page_bytes
-        hits = design.reused_tokens / design.reusable_tokens if design.reusable_tokens else 1.0
+        known, there = max(design.reusable_tokens, 1), design.reused_tokens
+        hits = there / known, (there - design.restored_tokens) / known
         found.append(
             Served(name, outcome, counts.copied_pages * page, counts.restored_pages * page, counts.late_pages * page,
-                   counts.evicted_pages, counts.restored_pages, counts.refusals, hits, np.array(counts.stalls_us))
+                   counts.evicted_pages, counts.restored_pages, counts.refusals, *hits, np.array(counts.stalls_us))
         )  # fmt: skip
     return found

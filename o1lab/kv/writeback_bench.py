@@ -44,7 +44,9 @@ class Setting:
     tokens: int
     page_bytes: int
     loop_bytes: int
-    readback: bool | None
+    readback: bool | None = None
+    workers: int = 2
+    batch_pages: int = 128
 
     @property
     def pages(self) -> int:
@@ -56,8 +58,9 @@ class Setting:
         pool = PagePool(self.pages * self.page_bytes, device=self.device, page_bytes=self.page_bytes)
         pool.arena.random_()
         host = host_pool(pool, 2 * pool.bytes)
-        lane = Lane(pool, host, workers=2, readback=self.readback)
-        return EvictingPool(pool, host, Policy(copy_at=float("inf"), **policy), lane=lane)
+        lane = Lane(pool, host, workers=self.workers, readback=self.readback)
+        chosen = Policy(copy_at=float("inf"), batch_pages=self.batch_pages, **policy)
+        return EvictingPool(pool, host, chosen, lane=lane)
 
     def settle(self) -> None:
         """Wait until the device is done."""
@@ -65,11 +68,11 @@ class Setting:
             torch.cuda.synchronize()
 
 
-def setting(device: str, quick: bool, readback: bool | None = None) -> Setting:
+def setting(device: str, quick: bool, **options: Any) -> Setting:
     """An 8k-token cache of a 1B Llama on a GPU; on a CPU, or quick, a small one."""
     if device.startswith("cuda") and not quick:
-        return Setting(device, KVShape(16, 8, 64), 8192, 256 << 10, 1 << 30, readback)
-    return Setting(device, KVShape(4, 4, 64), 2048, 64 << 10, 8 << 20, readback)
+        return Setting(device, KVShape(16, 8, 64), 8192, 256 << 10, 1 << 30, **options)
+    return Setting(device, KVShape(4, 4, 64), 2048, 64 << 10, 8 << 20, **options)
 
 
 def _timed(work: Callable[[], Any], settle: Callable[[], None]) -> float:
@@ -210,6 +213,7 @@ def policies(at: Setting) -> dict[str, Any]:
     return {
         one.policy: {"out_bytes": one.out_bytes, "late_bytes": one.late_bytes, "back_bytes": one.back_bytes,
                      "restored_pages": one.restored_pages, "refusals": one.refusals, "hit_rate": one.hit_rate,
+                     "device_hit_rate": one.device_hit_rate,
                      "stalls_us": one.stalls_us.tolist()}
         for one in found
     }  # fmt: skip
@@ -227,13 +231,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="small sizes, as without a GPU")
     parser.add_argument("--verify-on", choices=("device", "host"), help="where host copies are summed; default: device")
+    parser.add_argument("--workers", type=int, default=2, help="threads that copy to the host")
+    parser.add_argument("--batch", type=int, default=128, help="pages of one copy")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args(argv)
     if unknown := set(options.tables) - set(TABLES):
         parser.error(f"no table {unknown.pop()!r}; there are {', '.join(TABLES)}")
     torch.set_num_threads(1)
     readback = None if options.verify_on is None else options.verify_on == "device"
-    at, found = setting(options.device, options.quick, readback), {}
+    chosen = {"readback": readback, "workers": options.workers, "batch_pages": options.batch}
+    at, found = setting(options.device, options.quick, **chosen), {}
     try:
         for name in options.tables or TABLES:
             print(f"-- {name}: {at.pages * at.page_bytes / 2**20:,.0f} MiB on {at.device}", flush=True)

@@ -1041,6 +1041,7 @@ def test_both_policies_serve_the_same_traffic_and_compute_nothing_twice(memory):
         assert one.outcome.preemptions > 5
         assert one.restored_pages > 0
         assert one.hit_rate == 1.0
+        assert 0 < one.device_hit_rate < 1
     assert written.late_bytes == written.out_bytes > 0
     assert ours.out_bytes > written.out_bytes  # what it costs: copies of pages that nobody had to evict
     if memory is None:
@@ -1062,6 +1063,7 @@ def test_a_prefix_comes_back_from_the_host():
     assert (outcome.finished, outcome.failures) == (5, 0)
     assert design.tiers.counts.restored_pages > 0
     assert (design.reused_tokens, design.reusable_tokens) == (64, 64)
+    assert design.restored_tokens == 64
     assert design.saved_tokens == 0
     design.tiers.check()
 
@@ -1078,8 +1080,8 @@ def test_tokens_that_two_sequences_share_are_counted_once():
 
 
 def test_the_bench_prints_its_tables_and_writes_them(tmp_path, capsys, monkeypatch):
-    small = bench.Setting("cpu", KVShape(2, 2, 32), 128, 4096, 1 << 16, None)
-    monkeypatch.setattr(bench, "setting", lambda device, quick, readback: small)
+    small = bench.Setting("cpu", KVShape(2, 2, 32), 128, 4096, 1 << 16)
+    monkeypatch.setattr(bench, "setting", lambda device, quick, **options: small)
     path = tmp_path / "bench.json"
     monkeypatch.setattr(bench, "prefill", lambda at: bench.np.zeros)
     assert bench.main(["rate", "slowdown", "evict", "restore", "--device", "cpu", "--json", str(path)]) == 0
@@ -1094,7 +1096,7 @@ def test_the_bench_prints_its_tables_and_writes_them(tmp_path, capsys, monkeypat
 
 def test_a_recomputation_may_be_passed_in():
     asked = []
-    small = bench.Setting("cpu", KVShape(2, 2, 32), 64, 4096, 1 << 16, None)
+    small = bench.Setting("cpu", KVShape(2, 2, 32), 64, 4096, 1 << 16)
     assert bench.restore(small, asked.append)["ratio"].n == bench.ROUNDS
     assert asked == [64] * (bench.ROUNDS + 1)
 
@@ -1287,5 +1289,5 @@ def test_a_garbled_restore_is_noticed(verify, noticed):
 
 
 def test_the_default_recomputation_makes_a_cache_of_the_same_shape():
-    cache = bench.prefill(bench.Setting("cpu", KVShape(2, 2, 32), 48, 4096, 1 << 16, None))(40).past_key_values
+    cache = bench.prefill(bench.Setting("cpu", KVShape(2, 2, 32), 48, 4096, 1 << 16))(40).past_key_values
     assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 2, 40, 32)] * 2
