@@ -241,7 +241,7 @@ def test_the_loss_falls_and_the_figure_shows_the_run(tmp_path):
 @pytest.mark.parametrize("pace", [0.0, 1e-9])  # by the clock; and so that all climb at the first look
 def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, monkeypatch, pace):
     monkeypatch.setattr(training, "EVERY", 1)
-    monkeypatch.setattr("o1lab.models.ladder.ROWS", 16)
+    monkeypatch.setattr("o1lab.models.ladder.ROWS", 1)
     monkeypatch.setattr("o1lab.models.ladder.FIRST", 2)
     whole = train.train(config(pace=pace, grow=1.0), tmp_path / "whole", device="cpu", say=lambda text: None)
     stopped = train.train(
