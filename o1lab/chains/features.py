@@ -86,7 +86,9 @@ def line_ends(text: str, parsed: Parsed, tokenizer: Any, tokens: int) -> list[in
     ``None`` where the lines are not the steps that were read, or the text does not give the ``tokens`` again that it
     was made of (an end mark more or less is no matter).
     """
-    starts = [start for start, _ in tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping]
+    starts = [
+        start for start, _ in tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+    ]
     lines = [match.end() for match in re.finditer(r"(?im)^\W*step\b.*$", text)]
     if not lines or len(lines) != len(parsed.steps) or abs(len(starts) - tokens) > 1:
         return None
@@ -94,17 +96,15 @@ def line_ends(text: str, parsed: Parsed, tokenizer: Any, tokens: int) -> list[in
     return ends if ends == sorted(set(ends)) else None
 
 
-def observations(
-    results: Iterable[Any], tokenizer: Any = None
-) -> tuple[list[np.ndarray], list[int | None], list[str]]:
+def observations(results: Iterable[Any], tokenizer: Any = None) -> tuple[list[np.ndarray], list[int | None], list[str]]:
     """Features, first faults and problems for :func:`o1lab.chains.detect.evaluate` from results.
 
     Parameters
     ----------
     results : iterable of o1lab.chains.report.Result
         With margins and entropies. Left out: chains without them, with nothing produced, with a number that is not
-        finite, whose steps do not stand on lines of their own (in language), and those whose first fault is at no step that was written (stopped early, ran over).
-
+        finite, with steps that do not stand on lines of their own (in language), and those whose first fault is at
+        no step that was written (stopped early, ran over).
     tokenizer : optional
         Of the model that wrote them; says that they are in language. Default: in the reasoner's tokens.
 

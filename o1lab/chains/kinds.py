@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import plotly.graph_objects as go
@@ -65,80 +67,80 @@ def _some(faults: Iterable[Fault | None]) -> list[Fault]:
 def rules_figure(scores: Sequence[float], exact: int, rule: int | None, title: str) -> go.Figure:
     """The cosine of every step of one chain, and where replay and the cosine rule say that it breaks."""
     figure = go.Figure()
-    grey, steps = plots.STYLES["control"], list(range(1, len(scores) + 1))
-    figure.add_scatter(x=steps, y=list(scores), mode="lines+markers", name="cosine to gold", line={"color": grey.colour})
-    figure.add_hline(y=BREAK, line={"dash": "dash", "color": "#000000"}, annotation_text="0.5",
-                     annotation_position="top left")  # fmt: skip
-    marks = [(exact, "fixed", "replay", 1.13), (rule, "broken", "cosine rule", 1.03)]
-    for step, role, name, height in marks:
+    grey = {"color": plots.COLOURS["control"]}
+    figure.add_scatter(x=list(range(1, len(scores) + 1)), y=list(scores), mode="lines+markers", line=grey)
+    figure.add_hline(y=BREAK, line={"dash": "dash"}, annotation_text="0.5", annotation_position="top left")
+    marks = [(exact, "fixed", "solid", "replay", 1.16), (rule, "broken", "dot", "cosine rule", 1.07)]
+    for step, role, dash, name, height in marks:
         if step is None:
             continue
-        style = plots.STYLES[role]
-        figure.add_vline(x=step, line={"color": style.colour, "width": 3, "dash": "dot" if role == "broken" else "solid"})
-        figure.add_annotation(x=step, y=height, text=f"<b>{name}: step {step}</b>", showarrow=False, xanchor="left",
-                              xshift=6, font={"color": style.colour, "size": plots.TEXT})  # fmt: skip
-    figure.update_layout(title_text=title, template="o1lab", margin={"r": 170})
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text="cosine to the gold state (1)", range=[-0.05, 1.22])
-    return figure
+        colour, late = plots.COLOURS[role], step > len(scores) / 2
+        figure.add_vline(x=step, line={"color": colour, "width": 3, "dash": dash})
+        figure.add_annotation(
+            x=step, y=height, text=f"<b>{name}: step {step}</b>", showarrow=False, xshift=-6 if late else 6,
+            xanchor="right" if late else "left", font={"color": colour, "size": plots.TEXT},
+        )  # fmt: skip
+    return _titled(figure, title, "step", "cosine to the gold state (1)").update_yaxes(range=[-0.05, 1.22])
 
 
-def confusion_figure(exact: Sequence[int], rule: Sequence[int | None], steps: int, title: str) -> go.Figure:
-    """Step of the first fault by replay against the step that another rule names, one point a chain."""
-    figure = go.Figure()
-    chance = np.random.default_rng(0)
-    figure.add_scatter(x=[0, steps + 1], y=[0, steps + 1], mode="lines", name="exact",
-                       line={"color": "#000000", "dash": "dash"})  # fmt: skip
-    groups = [("exact step", "fixed", True), ("another step, or none", "broken", False)]
-    for name, role, right in groups:
-        some = [(a, 0 if b is None else b) for a, b in zip(exact, rule, strict=True) if (a == b) is right]
-        x, y = (np.array(side, dtype=float) + chance.uniform(-0.25, 0.25, len(some)) for side in zip(*some)) if some else ([], [])  # noqa: B905
-        style = plots.STYLES[role]
-        figure.add_scatter(x=x, y=y, mode="markers", name=f"{name} ({len(some)})",
-                           marker={"color": style.colour, "symbol": style.symbol, "size": 8, "opacity": 0.7})  # fmt: skip
-    figure.update_layout(title_text=title, template="o1lab", showlegend=True, margin={"r": 40, "t": 110})
-    figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
-    figure.update_xaxes(title_text="first fault by exact replay (step)")
-    figure.update_yaxes(title_text="step named by the rule (0: none)")
-    return figure
+def confusion_figure(exact: Sequence[int], rule: Sequence[int | None], title: str) -> go.Figure:
+    """Step of the first fault by replay against the step that another rule names, one point a chain, moved a little."""
+    figure, chance, steps = go.Figure(), np.random.default_rng(0), max(exact) + 1
+    figure.add_scatter(
+        x=[0, steps], y=[0, steps], mode="lines", line={"color": "#000000", "dash": "dash"}, name="exact"
+    )
+    named = np.array([step or 0 for step in rule], dtype=float)
+    right = named == np.array(exact)
+    for name, role, some in (("exact step", "fixed", right), ("another step, or none", "broken", ~right)):
+        shift = chance.uniform(-0.3, 0.3, (2, int(some.sum())))
+        at = np.array([np.array(exact, dtype=float)[some], named[some]]) + shift
+        marker = {"color": plots.COLOURS[role], "symbol": plots.STYLES[role].symbol, "size": 8, "opacity": 0.7}
+        label = f"{name} ({int(some.sum())})"
+        figure.add_scatter(x=at[0, : plots.MOST_POINTS], y=at[1, : plots.MOST_POINTS], mode="markers", marker=marker,
+                           name=label)  # fmt: skip
+    x_title, y_title = "first fault by exact replay (step)", "step named by the rule (0: none)"
+    return _titled(figure, title, x_title, y_title, legend=True)
 
 
 def roc_figure(detections: dict[str, tuple[str, Detection]], title: str) -> go.Figure:
     """ROC curves of detectors: name -> (role in the lab's colours, detection)."""
     figure = go.Figure()
-    figure.add_scatter(x=[0, 1], y=[0, 1], mode="lines", name="chance", line={"color": "#000000", "dash": "dash"})
     for name, (role, found) in detections.items():
         alarms, hits = plots.downsample(*found.roc())
         style = plots.STYLES[role]
-        figure.add_scatter(x=alarms, y=hits, mode="lines", name=f"{name}: {found.auroc.value:.3f}",
-                           line={"color": style.colour, "dash": style.dash, "width": 3})  # fmt: skip
-    figure.update_layout(title_text=title, template="o1lab", showlegend=True, margin={"r": 40},
-                         legend={"x": 0.98, "xanchor": "right", "y": 0.05, "yanchor": "bottom"})  # fmt: skip
-    figure.update_xaxes(title_text="right steps called faulty (share)")
-    figure.update_yaxes(title_text="faulty steps found (share)")
-    return figure
+        line = {"color": style.colour, "dash": style.dash, "width": 3}
+        figure.add_scatter(x=alarms, y=hits, mode="lines", name=f"{name}: {found.auroc.value:.3f}", line=line)
+    line = {"color": "#000000", "dash": "dash"}
+    figure.add_scatter(x=[0, 1], y=[0, 1], mode="lines", name="chance", line=line)
+    x_title, y_title = "right steps called faulty (share)", "faulty steps found (share)"
+    return _titled(figure, title, x_title, y_title, legend=True)
 
 
-def kinds_figure(groups: dict[str, Iterable[Fault | None]], claimed: dict[str, float], title: str) -> go.Figure:
-    """Shares of the kinds of first faults by model, with intervals; ``claimed`` shares (in %) as dashed marks."""
+def kinds_figure(groups: dict[str, Sequence[Fault | None]], claimed: dict[str, float], title: str) -> go.Figure:
+    """Shares of the kinds of first faults by model, with intervals; ``claimed`` shares (in %) as black marks."""
     figure = go.Figure()
-    roles = ("broken", "fixed", "control")
-    shares: list[tuple[str, str, dict[str, Estimate]]] = [
-        (name, roles[place % 3], tally(faults)) for place, (name, faults) in enumerate(groups.items())
-    ]
-    present = {kind for _, _, found in shares for kind in found} | set(claimed)
-    order = sorted(present, key=lambda kind: -max((found[kind].value for *_, found in shares if kind in found), default=0.0))
-    for name, role, found in shares:
-        style = plots.STYLES[role]
-        rows: list[Any] = [found.get(kind) or proportion(0, next(iter(found.values())).n) for kind in order]
-        error = {"type": "data", "color": "#1a1a1a", "array": [100 * (row.high - row.value) for row in rows],
-                 "arrayminus": [100 * (row.value - row.low) for row in rows]}  # fmt: skip
-        figure.add_bar(x=order, y=[100 * row.value for row in rows], name=f"{name} (n={rows[0].n})", error_y=error,
-                       marker={"color": style.colour, "line": {"color": "#1a1a1a", "width": style.outline}})  # fmt: skip
-    figure.add_scatter(x=list(claimed), y=list(claimed.values()), mode="markers", name="the article",
-                       marker={"symbol": "line-ew-open", "size": 44, "color": "#000000", "line": {"width": 4}})  # fmt: skip
-    figure.update_layout(title_text=title, template="o1lab", showlegend=True, margin={"r": 40, "t": 110})
+    shares = {name: tally(faults) for name, faults in groups.items()}
+    most = {kind: max((one[kind].value for one in shares.values() if kind in one), default=0.0)
+            for kind in {*claimed, *(kind for one in shares.values() for kind in one)}}  # fmt: skip
+    order = sorted(most, key=lambda kind: (-most[kind], kind))
+    for (name, found), role in zip(shares.items(), itertools.cycle(("broken", "fixed", "control")), strict=False):
+        n = next(iter(found.values())).n
+        rows = [found.get(kind) or proportion(0, n) for kind in order]
+        up, down = [100 * (row.high - row.value) for row in rows], [100 * (row.value - row.low) for row in rows]
+        marker = {"color": plots.COLOURS[role], "line": {"color": "#1a1a1a", "width": plots.STYLES[role].outline}}
+        error = {"type": "data", "color": "#1a1a1a", "array": up, "arrayminus": down}
+        heights = [100 * row.value for row in rows]
+        figure.add_bar(x=order, y=heights, name=f"{name} (n={n})", error_y=error, marker=marker)
+    marker = {"symbol": "line-ew-open", "size": 44, "color": "#000000", "line": {"width": 4}}
+    heights = list(claimed.values())
+    figure.add_scatter(x=list(claimed), y=heights, mode="markers", name="the article", marker=marker)
+    x_title, y_title = "kind of the first fault", "share of first faults (%)"
+    return _titled(figure, title, x_title, y_title, legend=True)
+
+
+def _titled(figure: go.Figure, title: str, x_title: str, y_title: str, *, legend: bool = False) -> go.Figure:
+    lines = textwrap.wrap(title, plots.TITLE_COLUMNS)
+    figure.update_layout(title_text="<br>".join(lines), template="o1lab", showlegend=legend)
+    figure.update_layout(margin={"r": 40, "t": 60 + 26 * len(lines) + 30 * legend})
     figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
-    figure.update_xaxes(title_text="kind of the first fault")
-    figure.update_yaxes(title_text="share of first faults (%)")
-    return figure
+    return figure.update_xaxes(title_text=x_title).update_yaxes(title_text=y_title)
