@@ -23,8 +23,12 @@ from o1lab.errors import EstimateError
 from o1lab.stats import Estimate, proportion
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from o1lab.chains.detect import Detection
 
+NEUTRAL = (("#5C4B8A", "dashdot", ""), ("#00735C", "solid", "/"), ("#8A5A00", "dot", "x"))
+"""Colour, dash and hatch of things that are neither broken nor fixed."""
 RESULTS = ("carry", "premise reuse", "arithmetic")
 
 
@@ -102,13 +106,14 @@ def confusion_figure(exact: Sequence[int], rule: Sequence[int | None], title: st
     return _titled(figure, title, x_title, y_title, legend=True)
 
 
-def roc_figure(detections: dict[str, tuple[str, Detection]], title: str) -> go.Figure:
-    """ROC curves of detectors: name -> (role in the lab's colours, detection)."""
+def roc_figure(detections: dict[str, Detection], control: Detection, title: str) -> go.Figure:
+    """ROC curves of detectors by name, and of one that was fitted to shuffled faults."""
     figure = go.Figure()
-    for name, (role, found) in detections.items():
+    drawn = [(name, found, *style[:2]) for (name, found), style in zip(detections.items(), NEUTRAL, strict=False)]
+    drawn.append(("shuffled faults", control, plots.COLOURS["control"], plots.STYLES["control"].dash))
+    for name, found, colour, dash in drawn:
         alarms, hits = plots.downsample(*found.roc())
-        style = plots.STYLES[role]
-        line = {"color": style.colour, "dash": style.dash, "width": 3}
+        line = {"color": colour, "dash": dash, "width": 3}
         figure.add_scatter(x=alarms, y=hits, mode="lines", name=f"{name}: {found.auroc.value:.3f}", line=line)
     line = {"color": "#000000", "dash": "dash"}
     figure.add_scatter(x=[0, 1], y=[0, 1], mode="lines", name="chance", line=line)
@@ -123,11 +128,11 @@ def kinds_figure(groups: dict[str, Sequence[Fault | None]], claimed: dict[str, f
     most = {kind: max((one[kind].value for one in shares.values() if kind in one), default=0.0)
             for kind in {*claimed, *(kind for one in shares.values() for kind in one)}}  # fmt: skip
     order = sorted(most, key=lambda kind: (-most[kind], kind))
-    for (name, found), role in zip(shares.items(), itertools.cycle(("broken", "fixed", "control")), strict=False):
+    for (name, found), (colour, _, hatch) in zip(shares.items(), itertools.cycle(NEUTRAL), strict=False):
         n = next(iter(found.values())).n
         rows = [found.get(kind) or proportion(0, n) for kind in order]
         up, down = [100 * (row.high - row.value) for row in rows], [100 * (row.value - row.low) for row in rows]
-        marker = {"color": plots.COLOURS[role], "line": {"color": "#1a1a1a", "width": plots.STYLES[role].outline}}
+        marker = {"color": colour, "pattern": {"shape": hatch, "fgcolor": "#ffffff", "fillmode": "overlay"}}
         error = {"type": "data", "color": "#1a1a1a", "array": up, "arrayminus": down}
         heights = [100 * row.value for row in rows]
         figure.add_bar(x=order, y=heights, name=f"{name} (n={n})", error_y=error, marker=marker)
@@ -136,6 +141,21 @@ def kinds_figure(groups: dict[str, Sequence[Fault | None]], claimed: dict[str, f
     figure.add_scatter(x=list(claimed), y=heights, mode="markers", name="the article", marker=marker)
     x_title, y_title = "kind of the first fault", "share of first faults (%)"
     return _titled(figure, title, x_title, y_title, legend=True)
+
+
+def planted_figure(hits: pd.DataFrame) -> go.Figure:
+    """Share of planted faults whose step the cosine rule and replay name, by kind."""
+    names, series, bands = list(dict.fromkeys(hits.kind)), {}, {}
+    for role, rule in (("broken", "cosine"), ("fixed", "replay")):
+        flags = [hits.loc[hits.kind == name, rule] for name in names]
+        rows = [proportion(int(each.sum()), len(each)) for each in flags]
+        series[role] = [row.value for row in rows]
+        bands[role] = ([row.low for row in rows], [row.high for row in rows])
+    return plots.broken_vs_fixed(
+        [name.replace(" ", "<br>") for name in names], **series, kind="bar", bands=bands,
+        labels={"broken": "cosine", "fixed": "replay"}, x_title="planted kind", y_title="exact step named (share)",
+        title=f"Replay names {hits.replay.mean():.0%} of planted faults, the cosine rule {hits.cosine.mean():.0%}",
+    )  # fmt: skip
 
 
 def _titled(figure: go.Figure, title: str, x_title: str, y_title: str, *, legend: bool = False) -> go.Figure:

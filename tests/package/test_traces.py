@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from o1lab import chains, models, plots
-from o1lab.chains import cosine, detect, faults, features, kinds, loops, plant, render, traces
+from o1lab.chains import cosine, detect, fault_tables, faults, features, kinds, loops, plant, render, traces
 from o1lab.chains.chance import Chance
+from o1lab.chains.evaluate import judge
 from o1lab.chains.faults import Fault, localise
 from o1lab.errors import ChainError, EstimateError, UnknownName
 from o1lab.models import Model, reasoner
@@ -277,7 +278,7 @@ def test_figures_can_be_read():
         kinds.rules_figure([0.9, 0.4, 0.3], 2, 3, "a title that is so long that it must be wrapped somewhere here"),
         kinds.rules_figure([0.9, 0.9], 2, None, "none"),
         kinds.confusion_figure([1, 2, 3], [1, None, 2], "steps"),
-        kinds.roc_figure({"sure": ("fixed", found)}, "areas"),
+        kinds.roc_figure({"sure": found}, found, "areas"),
         kinds.kinds_figure({"one": some, "two": some[:1]}, {"premise reuse": 38.0}, "kinds"),
     ]
     for figure in drawn:
@@ -291,3 +292,39 @@ def test_the_cosine_rule_and_a_loop():
     text = text_of(sample, [1, 2, 2, 2, 2])
     found = cosine.compare_rules([sample], [render.parse(sample, text)])
     assert set(found.kinds) == {"loop"}
+
+
+def judged(sample, text: str):
+    """A result as an evaluation gives it."""
+    return judge(sample, {"text": text, "ended": "stop"}, "tokens")
+
+
+def test_tables_of_faults():
+    planted = plant.many(72, 8, seed=2)
+    results = [judged(one.sample, one.text.removesuffix(" <eos>")) for one in planted]
+    broken = [one for one in results if one.fault and one.sample.variant != "digits"]
+    samples = [one.sample for one in results]
+    seen = fault_tables.sight(samples, broken).set_index("family")
+    assert set(seen.index) == {name for _, name in TASKS}
+    assert seen.predicted["modular"] == seen.predicted["hops"] == 1  # one token: alike or not at all
+    assert 0 < seen.predicted["symbols"] < seen.predicted["digits"] < 1
+    assert np.isnan(seen.measured["digits"])
+    assert seen.faults["digits"] == 0
+    judged_rules = fault_tables.readings(broken, {"bag": cosine.one_hot_bag})
+    assert set(judged_rules) == {("bag", "run"), ("bag", "earliest")}
+    assert judged_rules["bag", "run"].exact.n == len(broken)
+    table = fault_tables.shares({"a": [one.fault for one in broken]})
+    assert list(table.columns) == ["model", "premise misused", "overflow", "wrong fetch"]
+
+
+def test_three_rules_on_planted_faults():
+    planted = plant.many(144, 8, seed=3)
+    hits = fault_tables.planted(planted)
+    assert hits.replay.all()
+    by_kind = hits.groupby("kind")[["cosine", "states"]].mean()
+    assert by_kind.loc["label"].tolist() == [0, 0]  # every state is right
+    assert by_kind.loc["ran over"].tolist() == [0, 0]
+    assert by_kind.loc["stopped early"].tolist() == [1, 1]
+    assert by_kind.states["wrong result"] == 1
+    assert by_kind.cosine["wrong result"] < 1
+    plots.check(kinds.planted_figure(hits))
