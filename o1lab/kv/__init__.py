@@ -1,7 +1,9 @@
 """Key-value caches: where their memory goes, a pool that wastes little of it, and traffic to try designs with.
 
-``PagePool`` hands out pages, ``fragmentation`` measures what any allocator wastes, ``replay`` and ``compare`` serve the
-same traffic with several designs, ``python -m o1lab.kv.bench`` prints the pool's figures for this machine.
+``PagePool`` hands out pages, ``PagedCache`` keeps a transformers model's keys and values in them and ``DecodeLoop``
+decodes with it. ``fragmentation`` measures what any allocator wastes, ``replay`` and ``compare`` serve the same traffic
+with several designs. ``python -m o1lab.kv.bench`` prints the pool's figures for this machine,
+``python -m o1lab.kv.decode_bench`` those of whole decode steps.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ _LATER = {
     "KVShape": "designs", "Growing": "designs", "Static": "designs", "Modelled": "backing", "OnDevice": "backing",
     "Paged": "designs", "Traffic": "traffic", "Request": "traffic", "TrafficError": "traffic",
     "long_cot": "traffic", "from_file": "traffic_files", "from_log": "traffic_files", "Outcome": "replay",
+    "PagedCache": "paged_cache", "pool_for": "layout", "register": "paged_attention", "DecodeLoop": "decode_loop",
     "as_trace": "replay", "needed_bytes": "compare", "inserts": "insertion",
 }  # fmt: skip
 

@@ -101,19 +101,15 @@ def _loop(
     before, begin, saved = run.seconds, time.monotonic(), time.monotonic()
     last_step, last_tokens, last_seconds = run.step, run.tokens, run.seconds
     total, marks = torch.zeros(len(run.kinds), device=run.device), run.config.marks
-    counts = [0] * len(run.kinds)
     mark, done = math.floor(run.share * marks) + 1, run.share >= 1
     while not done and not stop.is_set():
-        place, loss = run.advance()
-        total[place] += loss
-        counts[place] += 1
+        total += run.advance()
         run.seconds = before + time.monotonic() - begin
         done = run.share >= 1 or watch(run)
         at_mark = done or stop.is_set() or run.share * marks >= mark
         if not at_mark and time.monotonic() - saved < SAVE_SECONDS:
             continue
-        parts = zip(run.kinds, total.tolist(), counts, strict=True)
-        losses = {kind: loss / count for kind, loss, count in parts if count}
+        losses = dict(zip(run.kinds, (total / (run.step - last_step)).tolist(), strict=True))
         if not (all(map(math.isfinite, losses.values())) and run.finite):
             raise TrainingError(
                 f"the loss or a weight is not finite between steps {last_step} and {run.step}: take a lower rate than "
@@ -137,7 +133,6 @@ def _loop(
         mark, run.seconds = math.floor(run.share * marks) + 1, before + time.monotonic() - begin
         last_step, last_tokens, last_seconds = run.step, run.tokens, run.seconds
         total.zero_()
-        counts = [0] * len(run.kinds)
     rows = history(folder)
     notes = {
         "config": plain(run.config), "step": run.step, "tokens": run.tokens, "seconds": round(run.seconds, 1),

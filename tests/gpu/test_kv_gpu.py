@@ -90,8 +90,12 @@ def test_the_measures_are_those_of_torch_s_statistics():
 
 
 def test_a_real_refusal_is_explained():
+    import gc
+
     import torch
 
+    gc.collect()
+    torch.cuda.empty_cache()  # what earlier tests left would serve the requests below
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (256 << 20)) / total)
     try:
