@@ -205,7 +205,8 @@ def crossfit(
 ) -> Detection:
     """Judge every chain by a detector that was fitted to other problems only.
 
-    Problems are dealt into ``folds`` parts; each part is judged by a detector of all the others. The detector in the
+    Problems are dealt into ``folds`` parts, those with a fault evenly (else a part rich in faults would be judged by a
+    detector that expects few); each part is judged by a detector of all the others. The detector in the
     result is fitted to everything, for use, and judged nothing here.
 
     Parameters
@@ -227,7 +228,12 @@ def crossfit(
     if isinstance(folds, bool) or not isinstance(folds, int) or folds < 2:
         raise EstimateError(f"folds={folds!r} must be a whole number, at least 2")
     ids = _ids(features, first, problems)
-    part = (np.random.default_rng(seed).permutation(int(ids.max()) + 1) % folds)[ids]
+    faulty = np.zeros(int(ids.max()) + 1, dtype=bool)
+    faulty[ids[[fault is not None for fault in first]]] = True
+    order = np.random.default_rng(seed).permutation(faulty.size)
+    part = np.empty(faulty.size, dtype=int)
+    part[order[np.argsort(faulty[order], kind="stable")]] = np.arange(faulty.size) % folds
+    part = part[ids]
     detectors: list[Any] = [None] * len(first)
     for fold in np.unique(part):
         others = np.flatnonzero(part != fold)
