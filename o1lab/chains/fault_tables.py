@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
 
@@ -17,17 +15,22 @@ from o1lab.chains.report import ChainReport, Result
 from o1lab.chains.samples import Sample
 from o1lab.stats import proportion
 
-if TYPE_CHECKING:
-    from o1lab.chains.faults import Fault
 
+def shares(reports: Mapping[str, ChainReport]) -> pd.DataFrame:
+    """The article's two shares by model, and that of wrong fetches, as text with intervals.
 
-def shares(faults: Mapping[str, Sequence[Fault]]) -> pd.DataFrame:
-    """The article's two shares by model, and that of wrong fetches, as text with intervals."""
-    columns = ["model", "premise misused", "overflow", "wrong fetch"]
-    rows = []
-    for name, some in faults.items():
+    Overflows are counted in arithmetic with digits, where alone they can be written.
+    """
+    columns, rows = ["model", "premise misused", "overflow", "wrong fetch"], []
+    for name, report in reports.items():
+        broken = [one for one in report.results if one.fault]
+        if not broken:
+            continue
+        some = [one.fault for one in broken]
+        digits = [one.fault for one in broken if one.sample.variant == "digits"]
         fetched = proportion(sum("fetch" in fault.kind for fault in some), len(some))
-        rows.append((name, str(kinds.misused_share(some)), str(kinds.overflow_share(some)), str(fetched)))
+        overflow = str(kinds.overflow_share(digits)) if digits else "–"
+        rows.append((name, str(kinds.misused_share(some)), overflow, str(fetched)))
     return pd.DataFrame(rows, columns=columns)
 
 

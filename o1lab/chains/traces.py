@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from o1lab.chains import problems
 from o1lab.chains.evaluate import judge
 from o1lab.chains.features import step_ends, step_features
 from o1lab.chains.render import parse
 from o1lab.chains.report import ChainReport, Result
-from o1lab.chains.samples import Sample
+from o1lab.chains.samples import VARIANTS, Sample
 from o1lab.errors import ChainError
 from o1lab.models import decode
 
@@ -103,8 +104,7 @@ def write(model: Model, samples: Sequence[Sample], *, past: int = 1) -> Written:
         raise ChainError("no samples: give at least one")
     if "chain" not in (model.tokenizer.get_vocab() if model.tokenizer else {}):
         raise ChainError(f"{model.name} does not speak the reasoner's tokens: use chains.evaluate")
-    prompts = [model.encode(sample.prompt)[0].tolist() for sample in samples]
-    gold = [model.encode(f"{sample.gold} <eos>")[0].tolist() for sample in samples]
+    prompts, gold = _rows(model, samples)
     seen = _passes(model, prompts, gold)
     made: list[list[int]] = [list(row) for row in gold]
     ended = ["stop"] * len(samples)
@@ -128,6 +128,25 @@ def write(model: Model, samples: Sequence[Sample], *, past: int = 1) -> Written:
     results = tuple(_result(model, *each) for each in zip(samples, made, ended, seen, strict=True))
     report = ChainReport(results, model.name, "tokens", time.perf_counter() - begun)
     return Written(report, *_observed(results, seen))
+
+
+def learnt(model: Model, steps: int = 8, n: int = 16, seed: int = 0, *, least: float = 0.5) -> list[tuple[str, str]]:
+    """Families, as (task, variant), of which a model works at least the share ``least`` of short chains rightly.
+
+    Where a model goes wrong in a family that it has not learnt says nothing of where a chain breaks.
+    """
+    pairs = [(task, variant) for task, names in VARIANTS.items() for variant in names]
+    asked = [each for task, name in pairs for each in problems.make(task, steps, n, seed, variant=name)]
+    prompts, gold = _rows(model, asked)
+    seen = _passes(model, prompts, gold)
+    right = np.array([(one.best == np.array(row)).all() for one, row in zip(seen, gold, strict=True)]).reshape(-1, n)
+    return [pair for pair, share in zip(pairs, right.mean(1), strict=True) if share >= least]
+
+
+def _rows(model: Model, samples: Sequence[Sample]) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of the prompts and of the right chains with their end mark."""
+    prompts = [model.encode(sample.prompt)[0].tolist() for sample in samples]
+    return prompts, [model.encode(f"{sample.gold} <eos>")[0].tolist() for sample in samples]
 
 
 def _result(model: Model, sample: Sample, ids: list[int], ended: str, tokens: _Tokens) -> Result:

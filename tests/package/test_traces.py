@@ -10,6 +10,7 @@ from o1lab.chains import cosine, detect, fault_tables, faults, features, kinds, 
 from o1lab.chains.chance import Chance
 from o1lab.chains.evaluate import judge
 from o1lab.chains.faults import Fault, localise
+from o1lab.chains.report import ChainReport
 from o1lab.errors import ChainError, EstimateError, UnknownName
 from o1lab.models import Model, reasoner
 
@@ -74,6 +75,23 @@ def test_the_pass_reads_each_token_at_the_place_that_predicts_it(sharp):
     np.testing.assert_allclose(made.sure[0][:, 0], [5.0 + begin, 8.0 + begin, 11.0 + begin])
     assert made.hidden[0].shape == (3, sharp.model.config.vocab_size)
     assert made.both[0].shape == (3, 3 + sharp.model.config.vocab_size)
+
+
+def test_a_family_is_learnt_if_short_chains_come_out_right(sharp, monkeypatch):
+    """A stand-in for the passes, which is right in all of hops, in half of symbols and in less of the rest."""
+    told = {"hops": 1.0, "symbols": 0.5, "modular": 0.4, "digits": 0.0}
+
+    def passes(model, prompts, gold):
+        names = [name for name in ("modular", "digits", "symbols", "hops") for _ in range(10)]
+        rows = []
+        for place, (name, row) in enumerate(zip(names, gold, strict=True)):
+            wrong = place % 10 >= 10 * told[name]
+            rows.append(traces._Tokens(np.array(row) + wrong, *[np.empty(0)] * 4))
+        return rows
+
+    monkeypatch.setattr(traces, "_passes", passes)
+    assert traces.learnt(sharp, n=10) == [("symbols", "symbols"), ("hops", "hops")]
+    assert traces.learnt(sharp, n=10, least=0.6) == [("hops", "hops")]
 
 
 def test_padding_on_the_right_changes_nothing(sharp):
@@ -313,8 +331,16 @@ def test_tables_of_faults():
     judged_rules = fault_tables.readings(broken, {"bag": cosine.one_hot_bag})
     assert set(judged_rules) == {("bag", "run"), ("bag", "earliest")}
     assert judged_rules["bag", "run"].exact.n == len(broken)
-    table = fault_tables.shares({"a": [one.fault for one in broken]})
-    assert list(table.columns) == ["model", "premise misused", "overflow", "wrong fetch"]
+    right = judged(samples[0], samples[0].gold)
+    reports = {"some": broken, "all": results, "none": [right]}
+    reports = {name: ChainReport(tuple(some), name, "tokens", 0.0) for name, some in reports.items()}
+    table = fault_tables.shares(reports).set_index("model")
+    assert list(table.columns) == ["premise misused", "overflow", "wrong fetch"]
+    assert list(table.index) == ["some", "all"]
+    assert table.overflow["some"] == "–"
+    digits = [one for one in results if one.sample.variant == "digits" and one.fault]
+    assert f"(n={len(digits)})" in table.overflow["all"]
+    assert fault_tables.summary(reports).chains.tolist() == [len(broken), 72, 1]
 
 
 def test_three_rules_on_planted_faults():
