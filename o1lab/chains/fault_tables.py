@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+
 import numpy as np
 import pandas as pd
 
@@ -65,6 +66,12 @@ def sight(samples: Sequence[Sample], broken: Sequence[Result]) -> pd.DataFrame:
         ratio = measured / predicted if predicted else np.nan
         rows.append((variant, predicted, measured, len(seen), ratio))
     return pd.DataFrame(rows, columns=["family", "predicted", "measured", "faults", "ratio"])
+
+
+def states(broken: Sequence[Result]) -> list[str]:
+    """Every gold and every produced state of these chains, once."""
+    said = (step.state for one in broken for step in parse(one.sample, one.text).steps)
+    return sorted({step.state for one in broken for step in one.sample.steps} | {state for state in said if state})
 
 
 def readings(

@@ -328,6 +328,7 @@ def test_tables_of_faults():
     assert 0 < seen.predicted["symbols"] < seen.predicted["digits"] < 1
     assert np.isnan(seen.measured["digits"])
     assert seen.faults["digits"] == 0
+    assert {step.state for step in broken[0].sample.steps} <= set(fault_tables.states(broken))
     judged_rules = fault_tables.readings(broken, {"bag": cosine.one_hot_bag})
     assert set(judged_rules) == {("bag", "run"), ("bag", "earliest")}
     assert judged_rules["bag", "run"].exact.n == len(broken)
@@ -354,3 +355,11 @@ def test_three_rules_on_planted_faults():
     assert by_kind.states["wrong result"] == 1
     assert by_kind.cosine["wrong result"] < 1
     plots.check(kinds.planted_figure(hits))
+
+
+def test_states_embedded_at_once_are_those_embedded_alone(sharp):
+    states = ["A B C D E", "F A B C D", "7", "30", "e1"]
+    together, alone = cosine.hidden_state(sharp, states=states), cosine.hidden_state(sharp)
+    for state in states:
+        np.testing.assert_allclose(together(state), alone(state), atol=1e-4)
+    assert together(states[0]).shape == (64,)
