@@ -129,5 +129,5 @@ def observations(results: Iterable[Any], tokenizer: Any = None) -> tuple[list[np
             first.append(fault.step if fault else None)
             problems.append(result.sample.id)
     if not features:
-        raise EstimateError("no result has margins and entropies of steps: let evaluate keep scores")
+        raise EstimateError("no result has margins and entropies of steps that can be read: let evaluate keep scores")
     return features, first, problems
