@@ -1,8 +1,8 @@
 """Key-value caches: where their memory goes, a pool that wastes little of it, and traffic to try designs with.
 
 ``PagePool`` hands out pages, ``PagedCache`` keeps a transformers model's keys and values in them, ``DecodeLoop``
-decodes with it, and ``EvictingPool`` moves idle pages to the host and back. ``fragmentation`` measures what any allocator
-wastes, ``replay`` and ``compare`` serve the same traffic with several designs. ``python -m o1lab.kv.bench``,
+decodes with it, and ``EvictingPool`` moves idle pages to the host and back. ``fragmentation`` measures what any
+allocator wastes, ``replay`` and ``compare`` serve the same traffic with several designs. ``python -m o1lab.kv.bench``,
 ``o1lab.kv.decode_bench``, ``o1lab.kv.writeback_bench`` and ``o1lab.kv.faults`` print figures of this machine.
 """
 
