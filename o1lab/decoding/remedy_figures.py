@@ -33,6 +33,7 @@ def forest(frame: pd.DataFrame, roles: Mapping[str, str], title: str) -> go.Figu
     decays = list(dict.fromkeys(frame["decay"]))
     names = [name for name in roles if name in set(frame["remedy"])]
     figure = make_subplots(1, len(decays), shared_yaxes=True, subplot_titles=decays, horizontal_spacing=0.04)
+    shown: set[str] = set()
     for column, decay in enumerate(decays, 1):
         part = frame[frame["decay"] == decay].set_index("remedy")
         for role, style in ((role, STYLES[name]) for role, name in ROLES.items()):
@@ -40,15 +41,17 @@ def forest(frame: pd.DataFrame, roles: Mapping[str, str], title: str) -> go.Figu
             spread = {"array": mine["high"] - mine["difference"], "arrayminus": mine["difference"] - mine["low"]}
             figure.add_scatter(
                 x=mine["difference"], y=list(mine.index), mode="markers", name=role, legendgroup=role, row=1,
-                col=column, showlegend=column == 1, error_x={"type": "data", "thickness": 2, **spread},
+                col=column, showlegend=role not in shown and not mine.empty,
+                error_x={"type": "data", "thickness": 2, **spread},
                 marker={"color": style.colour, "symbol": style.symbol, "size": 11},
             )  # fmt: skip
+            shown |= set() if mine.empty else {role}
         figure.add_vline(x=0, line={"color": "#000000", "dash": "dash", "width": 1}, row=1, col=column)
         for name in names:
             if name not in part.index:
-                figure.add_annotation(x=0, y=name, text="–", showarrow=False, row=1, col=column,
-                                      font={"color": "#767676", "size": 24}, bgcolor="#ffffff")  # fmt: skip
-    figure.update_xaxes(range=[-105, 105], tickvals=[-50, 0, 50])
+                figure.add_annotation(x=-60, y=name, text="–", showarrow=False, row=1, col=column,
+                                      font={"color": "#767676", "size": 24})  # fmt: skip
+    figure.update_xaxes(range=[-112, 112], tickvals=[-50, 0, 50])
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], range=[-0.6, len(names) - 0.4])
     middle = (len(decays) + 1) // 2
     for column in range(1, len(decays) + 1):
