@@ -17,6 +17,8 @@ from o1lab.stats import Estimate
 
 PANELS_HEIGHT = 860
 PREDICTED = "ideal"
+AGAIN = (None, ("dash", "diamond"), ("dashdot", "x"))
+"""Dash and symbol of the second and third line with the same role on the same axes."""
 
 
 class Curve(NamedTuple):
@@ -50,16 +52,24 @@ def survival(panels: Mapping[str, Sequence[Curve]], title: str) -> go.Figure:
     >>> [trace.name for trace in figure.data if trace.name]
     ['measured', 'law']
     """
-    rows, last = -(-len(panels) // 2), max(int(_points(one.shares)[0][-1]) for curves in panels.values() for one in curves)
+    rows, last = (
+        -(-len(panels) // 2),
+        max(int(_points(one.shares)[0][-1]) for curves in panels.values() for one in curves),
+    )
     figure = make_subplots(rows=rows, cols=2, subplot_titles=list(panels), vertical_spacing=0.34 / rows,
                            horizontal_spacing=0.11)  # fmt: skip
     for place, curves in enumerate(panels.values()):
         where, legend = {"row": place // 2 + 1, "col": place % 2 + 1}, f"legend{place + 1 if place else ''}"
         empty_below = True
+        used: list[str] = []
         for name, role, shares in curves:
             steps, share, low, high = _points(shares)
+            high = np.minimum.accumulate(high)  # what is not reached now is not reached later
             if share[-1] == 0:
-                steps, (share, low, high) = np.append(steps, last), (np.append(one, one[-1]) for one in (share, low, high))
+                steps, (share, low, high) = (
+                    np.append(steps, last),
+                    (np.append(one, one[-1]) for one in (share, low, high)),
+                )
             empty_below &= bool(np.interp(last / 4, steps, share) > 50)
             style, shape = plots.STYLES[role], "hv" if isinstance(shares, Survival) else "linear"
             if shape == "hv":
@@ -68,7 +78,8 @@ def survival(panels: Mapping[str, Sequence[Curve]], title: str) -> go.Figure:
                 for edge, shade in ((high, {}), (low, fill)):
                     figure.add_scatter(x=steps, y=edge, mode="lines", line={"width": 0, "shape": shape}, **where,
                                        hoverinfo="skip", showlegend=False, **shade)  # fmt: skip
-            line = {"color": style.colour, "dash": style.dash, "shape": shape, "width": 2 if role == PREDICTED else 3}
+            dash, _ = _second_cue(role, used)
+            line = {"color": style.colour, "dash": dash, "shape": shape, "width": 2 if role == PREDICTED else 3}
             figure.add_scatter(x=steps, y=share, name=name, mode="lines", line=line, legend=legend, **where)
         axis = figure.get_subplot(**where)
         (left, right), (bottom, top) = axis.xaxis.domain, axis.yaxis.domain
@@ -99,17 +110,18 @@ def hazard(rates: Sequence[Rate], title: str, *, mark: int | None = None) -> go.
     if not any(estimate is not None for rate in rates for *_, estimate in rate.bins):
         raise EstimateError("no bin of any rate was reached: there is no hazard to draw")
     figure = go.Figure()
+    used: list[str] = []
     for number, (name, role, bins) in enumerate(rates):
-        style = plots.STYLES[role]
+        style, (dash, symbol) = plots.STYLES[role], _second_cue(role, used)
         seen = [((first + last) / 2, one) for first, last, one in bins if one is not None]
         x = [middle + 0.9 * (number - (len(rates) - 1) / 2) for middle, _ in seen]
         y = [100 * (one.value or one.high) for _, one in seen]
         spread = {"array": [100 * (one.high - one.value) if one.value else 0 for _, one in seen],
-                  "arrayminus": [100 * (one.value - max(one.low, 1e-9)) if one.value else 0 for _, one in seen]}  # fmt: skip
-        marks = [style.symbol if one.value else "arrow-down" for _, one in seen]
+                  "arrayminus": [100 * (one.value - max(one.low, 1e-9)) * bool(one.value) for _, one in seen]}  # fmt: skip
+        marks = [symbol if one.value else "arrow-down" for _, one in seen]
         figure.add_scatter(
             x=x, y=y, name=name, mode="lines+markers", error_y={"type": "data", "thickness": 1.5, **spread},
-            line={"color": style.colour, "dash": style.dash, "width": 2},
+            line={"color": style.colour, "dash": dash, "width": 2},
             marker={"symbol": marks, "size": 10, "color": style.colour},
         )  # fmt: skip
     if mark is not None:
@@ -152,6 +164,12 @@ def dots(
     figure.update_xaxes(title_text=x_title)
     figure.update_yaxes(title_text="what is read from the cache", autorange="reversed", type="category")
     return figure
+
+
+def _second_cue(role: str, used: list[str]) -> tuple[str, str]:
+    """Dash and symbol of a line, so that two of one role can be told apart; ``used`` is kept."""
+    used.append(role)
+    return AGAIN[min(used.count(role), len(AGAIN)) - 1] or (plots.STYLES[role].dash, plots.STYLES[role].symbol)
 
 
 def _wrapped(title: str) -> str:

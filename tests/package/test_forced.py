@@ -12,7 +12,6 @@ from o1lab.decoding import forced, quantise_kv, round_kv
 from o1lab.errors import DecodingError, ModelError
 from o1lab.models import measure, reasoner
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -26,7 +25,8 @@ def test_an_arm_that_changes_nothing_moves_nothing_and_a_lossy_one_does(tiny):
     made = forced.compare(tiny, "symbols", 4, 70, arms)
     assert list(made) == ["exact", "fp32", "int2"]
     assert made["exact"].shift.shape == made["int2"].changed.shape == (70, 4)
-    assert not made["fp32"].shift.any() and not made["fp32"].changed.any()
+    assert not made["fp32"].shift.any()
+    assert not made["fp32"].changed.any()
     assert (made["int2"].shift > 0).all()
     assert made["int2"].onset(2).low > 0
     with pytest.raises(DecodingError, match="nothing to compare"):
@@ -50,7 +50,8 @@ def test_changed_choices_are_counted_by_step_against_the_exact_arm(tiny, monkeyp
     damaged: list[int] = []
     monkeypatch.setattr(reasoner, "logits", logits)
     made = forced.compare(tiny, "modular", 3, 2, {"bad": Damage})
-    assert made["exact"].outcome.right.all() and not made["exact"].changed.any()
+    assert made["exact"].outcome.right.all()
+    assert not made["exact"].changed.any()
     assert made["bad"].changed.tolist() == [[0, 1, 0], [0, 0, 0]]
     assert made["bad"].outcome.kind.tolist() == ["operator", ""]
     assert forced.first_faults(made["bad"].outcome) == [2, None]
@@ -72,8 +73,10 @@ def test_choices_late_in_a_text_in_language():
     model, samples = models.load("tiny", device="cpu", dtype="float32"), chains.make("symbols", 3, 2)
     arms = {"fp32": lambda: round_kv(model, torch.float32, own=True), "2": lambda: quantise_kv(model, 2, own=True)}
     made = forced.language(model, samples, 2, arms)
-    assert made["fp32"].changed.tolist() == [0, 0] and made["fp32"].share.high > 0
-    assert made["2"].changed.sum() > 0 and made["wrong"].tokens.tolist() == made["2"].tokens.tolist()
+    assert made["fp32"].changed.tolist() == [0, 0]
+    assert made["fp32"].share.high > 0
+    assert made["2"].changed.sum() > 0
+    assert made["wrong"].tokens.tolist() == made["2"].tokens.tolist()
     line = chains.render.gold(samples[0], "language").splitlines(keepends=True)[2]
     assert made["wrong"].tokens[0] == len(line)  # a byte a token
     with pytest.raises(DecodingError, match="after=3"):
