@@ -116,8 +116,10 @@ def hazard(rates: Sequence[Rate], title: str, *, mark: int | None = None) -> go.
         seen = [((first + last) / 2, one) for first, last, one in bins if one is not None]
         x = [middle + 0.9 * (number - (len(rates) - 1) / 2) for middle, _ in seen]
         y = [100 * (one.value or one.high) for _, one in seen]
-        spread = {"array": [100 * (one.high - one.value) if one.value else 0 for _, one in seen],
-                  "arrayminus": [100 * (one.value - max(one.low, 1e-9)) * bool(one.value) for _, one in seen]}  # fmt: skip
+        spread = {
+            "array": [100 * (one.high - one.value) * bool(one.value) for _, one in seen],
+            "arrayminus": [100 * (one.value - max(one.low, 1e-9)) * bool(one.value) for _, one in seen],
+        }
         marks = [symbol if one.value else "arrow-down" for _, one in seen]
         figure.add_scatter(
             x=x, y=y, name=name, mode="lines+markers", error_y={"type": "data", "thickness": 1.5, **spread},
