@@ -16,6 +16,7 @@ from o1lab.errors import EstimateError
 from o1lab.stats import Estimate
 
 PANELS_HEIGHT = 860
+TICKS = [digit * 10.0**power for power in range(-4, 3) for digit in (1, 2, 5)]
 PREDICTED = "ideal"
 AGAIN = (None, ("dash", "diamond"), ("dashdot", "x"))
 """Dash and symbol of the second and third line with the same role on the same axes."""
@@ -52,15 +53,12 @@ def survival(panels: Mapping[str, Sequence[Curve]], title: str) -> go.Figure:
     >>> [trace.name for trace in figure.data if trace.name]
     ['measured', 'law']
     """
-    rows, last = (
-        -(-len(panels) // 2),
-        max(int(_points(one.shares)[0][-1]) for curves in panels.values() for one in curves),
-    )
+    rows = -(-len(panels) // 2)
     figure = make_subplots(rows=rows, cols=2, subplot_titles=list(panels), vertical_spacing=0.34 / rows,
                            horizontal_spacing=0.11)  # fmt: skip
     for place, curves in enumerate(panels.values()):
         where, legend = {"row": place // 2 + 1, "col": place % 2 + 1}, f"legend{place + 1 if place else ''}"
-        empty_below = True
+        empty_below, last = True, max(int(_points(one.shares)[0][-1]) for one in curves)
         used: list[str] = []
         for name, role, shares in curves:
             steps, share, low, high = _points(shares)
@@ -112,19 +110,23 @@ def hazard(rates: Sequence[Rate], title: str, *, mark: int | None = None) -> go.
     figure = go.Figure()
     used: list[str] = []
     for number, (name, role, bins) in enumerate(rates):
-        style, (dash, symbol) = plots.STYLES[role], _second_cue(role, used)
+        style, (_, symbol) = plots.STYLES[role], _second_cue(role, used)
         seen = [((first + last) / 2, one) for first, last, one in bins if one is not None]
-        x = [middle + 0.9 * (number - (len(rates) - 1) / 2) for middle, _ in seen]
-        y = [100 * (one.value or one.high) for _, one in seen]
+        shift = 0.9 * (number - (len(rates) - 1) / 2)
+        found = [(middle + shift, one) for middle, one in seen if one.value]
         spread = {
-            "array": [100 * (one.high - one.value) * bool(one.value) for _, one in seen],
-            "arrayminus": [100 * (one.value - max(one.low, 1e-9)) * bool(one.value) for _, one in seen],
+            "array": [100 * (one.high - one.value) for _, one in found],
+            "arrayminus": [100 * (one.value - max(one.low, 1e-9)) for _, one in found],
         }
-        marks = [symbol if one.value else "arrow-down" for _, one in seen]
+        marker = {"size": 11, "color": style.colour}
         figure.add_scatter(
-            x=x, y=y, name=name, mode="lines+markers", error_y={"type": "data", "thickness": 1.5, **spread},
-            line={"color": style.colour, "dash": dash, "width": 2},
-            marker={"symbol": marks, "size": 10, "color": style.colour},
+            x=[x for x, _ in found], y=[100 * one.value for _, one in found], name=name, mode="markers",
+            error_y={"type": "data", "thickness": 1.5, **spread}, marker={"symbol": symbol, **marker},
+        )  # fmt: skip
+        empty = [(middle + shift, 100 * one.high) for middle, one in seen if not one.value]
+        figure.add_scatter(
+            x=[x for x, _ in empty], y=[y for _, y in empty], name=f"{name}, no fault", mode="markers",
+            showlegend=False, marker={"symbol": "arrow-down", **marker},
         )  # fmt: skip
     if mark is not None:
         figure.add_vline(x=mark + 0.5, line={"color": "#444444", "width": 1, "dash": "dash"})
@@ -133,7 +135,12 @@ def hazard(rates: Sequence[Rate], title: str, *, mark: int | None = None) -> go.
     figure.update_layout(title_text=_wrapped(title), template="o1lab", showlegend=True, margin={"r": 30},
                          legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"}, hovermode="closest")  # fmt: skip
     figure.update_xaxes(title_text="step of the chain")
-    figure.update_yaxes(title_text="first faults per step taken (%)", type="log", dtick="D2")
+    figure.update_yaxes(
+        title_text="first faults per step taken (%)",
+        type="log",
+        tickvals=TICKS,
+        ticktext=[f"{tick:g}" for tick in TICKS],
+    )
     return figure
 
 
@@ -164,7 +171,7 @@ def dots(
     figure.update_layout(title_text=_wrapped(title), template="o1lab", margin={"r": 30}, hovermode="closest",
                          height=260 + 42 * len(rows))  # fmt: skip
     figure.update_xaxes(title_text=x_title)
-    figure.update_yaxes(title_text="what is read from the cache", autorange="reversed", type="category")
+    figure.update_yaxes(title_text="what is changed", autorange="reversed", type="category")
     return figure
 
 

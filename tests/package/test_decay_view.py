@@ -34,12 +34,12 @@ def test_panels_hold_each_curve_from_the_start_to_the_end():
 
 def test_a_bin_without_a_fault_stands_at_its_bound():
     bins = [(1, 8, proportion(3, 100)), (9, 16, proportion(0, 50)), (17, 24, None)]
-    trace = hazard([Rate("all", "broken", bins)], "It falls", mark=8).data[0]
-    assert list(trace.x) == [4.5, 12.5]
-    assert trace.y[0] == pytest.approx(3)
-    assert trace.y[1] == pytest.approx(100 * proportion(0, 50).high)
-    assert list(trace.marker.symbol) == ["circle", "arrow-down"]
-    assert trace.error_y.array[1] == 0
+    found, empty, other = hazard([Rate("all", "broken", bins), Rate("b", "broken", bins[:1])], "It falls", mark=8).data[
+        :3
+    ]
+    assert list(found.x) == [4.05] and found.y[0] == pytest.approx(3)
+    assert list(empty.x) == [12.05] and empty.y[0] == pytest.approx(100 * proportion(0, 50).high)
+    assert (found.marker.symbol, empty.marker.symbol, other.marker.symbol) == ("circle", "arrow-down", "diamond")
     with pytest.raises(EstimateError, match="no hazard to draw"):
         hazard([Rate("none", "broken", [(1, 8, None)])], "Nothing")
 
