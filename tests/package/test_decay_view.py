@@ -14,7 +14,8 @@ from o1lab.stats import Estimate, proportion
 
 def test_panels_hold_each_curve_from_the_start_to_the_end():
     falls, stays = kaplan_meier([1, 2, 2, 1], 8), kaplan_meier([None] * 4, 8)
-    panels = {"one": [Curve("falls", "broken", falls)], "two": [Curve("stays", "control", stays)]}
+    panels = {"one": [Curve("falls", "broken", falls), Curve("law 1", "ideal", [1.0] * 8)]}
+    panels["two"] = [Curve("stays", "control", stays)]
     panels["three"] = [Curve("law", "ideal", [0.5, 0.25])]
     figure = survival(panels, "Three decays")
     named = {trace.name: trace for trace in figure.data if trace.name}
@@ -37,8 +38,10 @@ def test_a_bin_without_a_fault_stands_at_its_bound():
     found, empty, other = hazard([Rate("all", "broken", bins), Rate("b", "broken", bins[:1])], "It falls", mark=8).data[
         :3
     ]
-    assert list(found.x) == [4.05] and found.y[0] == pytest.approx(3)
-    assert list(empty.x) == [12.05] and empty.y[0] == pytest.approx(100 * proportion(0, 50).high)
+    assert list(found.x) == [4.05]
+    assert found.y[0] == pytest.approx(3)
+    assert list(empty.x) == [12.05]
+    assert empty.y[0] == pytest.approx(100 * proportion(0, 50).high)
     assert (found.marker.symbol, empty.marker.symbol, other.marker.symbol) == ("circle", "arrow-down", "diamond")
     with pytest.raises(EstimateError, match="no hazard to draw"):
         hazard([Rate("none", "broken", [(1, 8, None)])], "Nothing")
