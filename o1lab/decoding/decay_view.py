@@ -171,7 +171,7 @@ def dots(
     figure.update_layout(title_text=_wrapped(title), template="o1lab", margin={"r": 30}, hovermode="closest",
                          height=260 + 42 * len(rows))  # fmt: skip
     figure.update_xaxes(title_text=x_title)
-    figure.update_yaxes(title_text="what is changed", autorange="reversed", type="category")
+    figure.update_yaxes(title_text="what is changed", title_standoff=24, autorange="reversed", type="category")
     return figure
 
 
