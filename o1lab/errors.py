@@ -77,3 +77,7 @@ class EndpointError(ModelError):
 
 class TrainingError(O1labError):
     """A training run cannot start, go on or be resumed; the message says why."""
+
+
+class CacheError(O1labError):
+    """A paged cache cannot be made for this model and pool, or used as asked; the message names the value."""

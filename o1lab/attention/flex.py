@@ -11,17 +11,21 @@ Two devices want opposite masks: on a CPU, Inductor's code for a mask without fu
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from o1lab.attention.bias import PositionBias
-from o1lab.attention.checks import Problem
+from o1lab.attention.checks import AttentionError, Problem
 from o1lab.attention.reference import positions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 QUERY_BLOCK = 128
+SHAPES = 64
+"""Most shapes that FlexAttention is compiled for in a process."""
 
 
 def unsupported(sizes: Problem, pages: Tensor) -> str:
@@ -133,7 +137,28 @@ def masked(
 
     attention = compiled() if compile else flex_attention
     options = {"BLOCK_N": min(tokens, 64)} if q.device.type == "cuda" else None
-    return attention(
-        q, keys, values, score_mod=None if bias is None else added, block_mask=mask, scale=scale,
-        enable_gqa=sizes.group > 1, kernel_options=options,
-    )  # fmt: skip
+    with _room_for_shapes():
+        return attention(
+            q, keys, values, score_mod=None if bias is None else added, block_mask=mask, scale=scale,
+            enable_gqa=sizes.group > 1, kernel_options=options,
+        )  # fmt: skip
+
+
+@contextmanager
+def _room_for_shapes() -> Iterator[None]:
+    """Room for more shapes than Dynamo's default, and an error past it.
+
+    Past the limit Dynamo runs the function as it is: FlexAttention then reads the whole pool, and any NaN in it.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    changes = {"recompile_limit": max(SHAPES, config.recompile_limit), "fail_on_recompile_limit_hit": True}
+    try:
+        with config.patch(changes):
+            yield
+    except FailOnRecompileLimitHit as error:
+        raise AttentionError(
+            f"FlexAttention has been compiled for {changes['recompile_limit']} shapes in this process: pad queries to "
+            'fewer lengths, or take body="gather"'
+        ) from error

@@ -35,10 +35,10 @@ if triton is not None:
         acc = tl.zeros([BLOCK_D], tl.float32)
         for first in range(0, SPLITS, CHUNK):
             split = first + tl.arange(0, CHUNK)
-            lse = tl.load(stats + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-            used = (lse != float("-inf"))[:, None] & (column < D)[None, :]
+            some = tl.load(stats + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+            used = (some != float("-inf"))[:, None] & (column < D)[None, :]
             part = tl.load(partials + (row * SPLITS + split)[:, None] * D + column[None, :], mask=used, other=0.0)
-            acc += tl.sum(part * tl.exp2(lse - top)[:, None], 0)
+            acc += tl.sum(part * tl.exp2(some - top)[:, None], 0)
         return acc / tl.where(total == 0.0, 1.0, total)
 
     @triton.jit

@@ -15,8 +15,6 @@ from o1lab.attention.checks import AttentionError, Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHARED_BYTES = 227 * 1024
-"""Shared memory that Hopper lends to the programs of one multiprocessor; 1 KiB more is lost per program."""
 FEWEST_BLOCKS = 4
 """A split walks at least so many blocks when full: below, filling and draining its pipeline is most of the time."""
 MOST_GROUP, MOST_HEAD_DIM = 64, 256
@@ -29,12 +27,6 @@ class Blocks:
     block_n: int
     warps: int
     stages: int
-
-    def programs_per_sm(self, element_bytes: int, block_d: int, block_m: int) -> int:
-        """Programs that fit one multiprocessor by shared memory: K and V of all stages but one, and the queries."""
-        tiles = (self.stages - 1) * 2 * self.block_n * block_d * element_bytes
-        taken = tiles + block_m * block_d * max(element_bytes, 2) + 3 * 1024
-        return max(1, min(SHARED_BYTES // taken, 64 // self.warps, 8))
 
 
 def blocks(page_bytes: int, query_bytes: int, head_dim: int) -> Blocks:
@@ -49,7 +41,7 @@ def blocks(page_bytes: int, query_bytes: int, head_dim: int) -> Blocks:
         return Blocks(max(16, (2048 if query_bytes == 4 else 4096) // block_d), 4, 5)
     if query_bytes == 4:
         return Blocks(max(16, 4096 // block_d), 8, 3)
-    return Blocks(max(16, 8192 // block_d), 4, 3)
+    return Blocks(max(16, 8192 // block_d), 4, 4)
 
 
 def power_of_two(number: int) -> int:
@@ -77,7 +69,11 @@ def unsupported(sizes: Problem, q: Tensor, pages: Tensor) -> str:
 def choose(
     sizes: Problem, page_bytes: int, query_bytes: int, multiprocessors: int, shape: Blocks | None = None
 ) -> int:  # fmt: skip
-    """Splits per sequence: the fewest whose programs fill whole waves of the device to 95 % of the best filling.
+    """Splits per sequence: the fewest whose programs fill whole waves of multiprocessors to 95 % of the best filling.
+
+    One program with a deep pipeline keeps a multiprocessor's share of the memory busy: on one H200, bf16, that was
+    faster than two or more with shallow ones (102.6, 101.2, 102.4 % of the copy rate at 8 × 16k, 64 × 2k, 1 × 128k,
+    against 99.9, 94.5, 97.7 %; tried with ``python -m o1lab.attention.bench --tune``).
 
     From the table's capacity, not from the lengths, which only the device knows. Each sequence is cut evenly by its own
     length in the kernel, so no split idles unless the sequence has fewer blocks than splits.
@@ -85,18 +81,16 @@ def choose(
     Examples
     --------
     >>> choose(Problem(8, 1, 32, 8, 128, 64, 4096, 256), 2, 2, 132)   # 8 sequences of 16k tokens on an H200
-    6
+    2
     >>> choose(Problem(1, 1, 32, 8, 128, 64, 4096, 2048), 2, 2, 132)  # one of 128k
-    48
+    16
     """
     shape = shape or blocks(page_bytes, query_bytes, sizes.head_dim)
-    block_m, block_d = max(16, power_of_two(sizes.group)), power_of_two(max(sizes.head_dim, 16))
-    slots = multiprocessors * shape.programs_per_sm(page_bytes, block_d, block_m)
     programs = max(1, sizes.batch * sizes.kv_heads)
-    most = min(sizes.capacity // (FEWEST_BLOCKS * shape.block_n), math.ceil(4 * slots / programs))
+    most = min(sizes.capacity // (FEWEST_BLOCKS * shape.block_n), math.ceil(8 * multiprocessors / programs))
 
     def filling(splits: int) -> float:
-        waves = programs * splits / slots
+        waves = programs * splits / multiprocessors
         return waves / math.ceil(waves)
 
     candidates = range(1, max(1, most) + 1)

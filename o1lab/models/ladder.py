@@ -4,7 +4,7 @@ What has to form first is the look-up by step id. Chains that are too short hard
 long the right key is one of too many. So a kind stays where it is until most of its longest chains come out right.
 
 >>> rungs(64)
-(8, 12, 20, 32, 64)
+(16, 25, 40, 64)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-FIRST, FACTOR = 8, 1.6
+FIRST, FACTOR = 16, 1.6
 """The shortest longest chain, and the step from rung to rung."""
 ROWS = 128
 """Chains that are looked at before a kind may climb."""

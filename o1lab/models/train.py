@@ -1,4 +1,4 @@
-"""Train the lab's own models: ``python -m o1lab.models.train --size small --seconds 60 --out runs/reasoner``.
+"""Train the lab's own models: ``python -m o1lab train --size small --seconds 60 --out runs/reasoner``.
 
 Problems are made on the device and never repeated. Chains grow from a few steps to ``longest``, and the kinds of steps
 come in one after the other. A run stopped by Ctrl-C, by the clock of
@@ -101,19 +101,15 @@ def _loop(
     before, begin, saved = run.seconds, time.monotonic(), time.monotonic()
     last_step, last_tokens, last_seconds = run.step, run.tokens, run.seconds
     total, marks = torch.zeros(len(run.kinds), device=run.device), run.config.marks
-    counts = [0] * len(run.kinds)
     mark, done = math.floor(run.share * marks) + 1, run.share >= 1
     while not done and not stop.is_set():
-        place, loss = run.advance()
-        total[place] += loss
-        counts[place] += 1
+        total += run.advance()
         run.seconds = before + time.monotonic() - begin
         done = run.share >= 1 or watch(run)
         at_mark = done or stop.is_set() or run.share * marks >= mark
         if not at_mark and time.monotonic() - saved < SAVE_SECONDS:
             continue
-        parts = zip(run.kinds, total.tolist(), counts, strict=True)
-        losses = {kind: loss / count for kind, loss, count in parts if count}
+        losses = dict(zip(run.kinds, (total / (run.step - last_step)).tolist(), strict=True))
         if not (all(map(math.isfinite, losses.values())) and run.finite):
             raise TrainingError(
                 f"the loss or a weight is not finite between steps {last_step} and {run.step}: take a lower rate than "
@@ -137,7 +133,6 @@ def _loop(
         mark, run.seconds = math.floor(run.share * marks) + 1, before + time.monotonic() - begin
         last_step, last_tokens, last_seconds = run.step, run.tokens, run.seconds
         total.zero_()
-        counts = [0] * len(run.kinds)
     rows = history(folder)
     notes = {
         "config": plain(run.config), "step": run.step, "tokens": run.tokens, "seconds": round(run.seconds, 1),
@@ -234,10 +229,8 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; 0 when the budget is used, 130 when interrupted, 2 after an error."""
-    about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m o1lab.models.train", description=about)
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this command's options."""
     parser.add_argument("--out", required=True, help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--device")
@@ -251,24 +244,37 @@ def main(arguments: list[str] | None = None) -> int:
             parser.add_argument(option, nargs="+")
         else:
             parser.add_argument(option, type=type(field.default))
-    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+
+
+def command(options: argparse.Namespace) -> int:
+    """Train; 0 when the budget is used, 130 when interrupted."""
+    asked = (*(field.name for field in fields(Config)), "out", "resume", "device", "until", "until_steps")
+    given = {name: getattr(options, name) for name in asked if getattr(options, name) is not None}
     out, resume, device = given.pop("out"), given.pop("resume"), given.pop("device", None)
     until, length = given.pop("until", None), given.pop("until_steps")
-    try:
-        if "variants" in given:
-            given["variants"] = tuple(given["variants"])
-        config = preset(given.pop("kind", "reasoner"), given.pop("size", "small"), **given)
-        watch = EarlyStop(Point(until, steps=length)) if until is not None else None
-        say = functools.partial(print, flush=True)
-        made = train(config, out, resume=resume, device=device, say=say, watch=watch)
-    except O1labError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if "variants" in given:
+        given["variants"] = tuple(given["variants"])
+    config = preset(given.pop("kind", "reasoner"), given.pop("size", "small"), **given)
+    watch = EarlyStop(Point(until, steps=length)) if until is not None else None
+    say = functools.partial(print, flush=True)
+    made = train(config, out, resume=resume, device=device, say=say, watch=watch)
     if made.stopped == "interrupted":
         print(f"interrupted at step {made.step}; the same command with --resume goes on from {made.folder}")
         return 130
     print(f"done: {made.tokens:,} tokens in {made.seconds:.0f} s; the model is in {made.folder / MODEL}")
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; 0 when the budget is used, 130 when interrupted, 2 after an error."""
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m o1lab.models.train", description=about)
+    configure(parser)
+    try:
+        return command(parser.parse_args(arguments))
+    except O1labError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

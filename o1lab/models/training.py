@@ -1,6 +1,6 @@
 """What a training run does and where it stands: its settings, its problems, one optimiser step.
 
-Each step learns one kind of chain, in turn. What step i sees follows from the seed, i, and how far the kinds have
+What step i sees follows from the seed, i, and how far the kinds have
 come: the kinds of steps (operands, digits, rules, entities) come in one after the other, and chains grow from a few
 steps to ``longest`` as they are mastered (:mod:`~o1lab.models.ladder`) or, for the coupled model, by the clock.
 """
@@ -40,7 +40,7 @@ class Config:
     steps, seconds : int, float
         The budget, in optimiser steps or in seconds of wall-clock time; exactly one is positive.
     tokens : int
-        Tokens in a step.
+        Tokens in a step, over all variants.
     rate, warm_up, weight_decay : float, int, float
         AdamW; the rate falls to 3 % along a cosine.
     pace : float
@@ -115,11 +115,12 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "full": {
             "longest": 128,
             "tokens": 32768,
-            "pace": 0.8,
-            "grow": 0.7,
+            "rate": 6e-4,
+            "pace": 0.6,
+            "ease": 0.1,
             "warm_up": 300,
             "problems": 128,
-        },
+        },  # fmt: skip
     },
     "coupled": {
         "tiny": {"longest": 4, "tokens": 512, "rate": 5e-3, "warm_up": 20, "grow": 0.0, "marks": 5},
@@ -172,16 +173,18 @@ class Run:
         """What is learnt side by side: variants, or ``coupled`` alone."""
         return self.config.variants if self.config.kind == "reasoner" else ("coupled",)
 
-    def advance(self) -> tuple[int, torch.Tensor]:
-        """One optimiser step on one kind of chain: its place among ``kinds``, and the loss, left on the device."""
+    def advance(self) -> torch.Tensor:
+        """One optimiser step; the losses by kind stay on the device."""
         config = self.config
         chance = random.Random(f"{config.seed} {self.step}")
         self.generator.manual_seed(chance.getrandbits(32))
-        place = self.step % len(self.kinds)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits, targets = self._predict(self.kinds[place], chance)
-        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        loss.backward()
+        losses = []
+        for kind in self.kinds:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                logits, targets = self._predict(kind, config.tokens // len(self.kinds), chance)
+            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            (loss / len(self.kinds)).backward()
+            losses.append(loss.detach())
         warm = min(1.0, (self.step + 1) / config.warm_up) if config.warm_up else 1.0
         for group in self.optimiser.param_groups:
             group["lr"] = config.rate * warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * self.share)))
@@ -191,11 +194,11 @@ class Run:
         self.step += 1
         if config.pace and self.step % EVERY == 0:
             self.ladder.climb()
-        return place, loss.detach()
+        return torch.stack(losses)
 
-    def _predict(self, kind: str, chance: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    def _predict(self, kind: str, tokens: int, chance: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and targets of new problems of one kind, about ``tokens`` tokens of them."""
-        tokens, longest = self.config.tokens, self.longest(kind)
+        longest = self.longest(kind)
         drawn = longest if self.config.pace and chance.random() < 0.25 else chance.randint(1, longest)
         if kind == "coupled":  # longer ones hold more pairs of ids to tell apart
             drawn = max(drawn, chance.randint(1, longest))

@@ -126,7 +126,10 @@ def test_random_calls(run, lengths, page_tokens, heads, splits, bias, seed):
     assert torch.allclose(run(call, splits=splits).double(), oracle(call), atol=2e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True, "fused": True, "page_tokens": 16}, {"quantised": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": True, "fused": True, "page_tokens": 16}, {"quantised": True}, {"fused": True, "splits": 40}],
+)
 def test_compiled_for_hopper_it_spills_nothing_and_two_warps_fit(options):
     pytest.importorskip("triton")
     try:

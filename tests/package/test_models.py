@@ -185,7 +185,6 @@ def test_unknown_name(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("reasoner", "comes with the chains lab later"),
         ("http://me:secret@127.0.0.1:8000/v1", "must hold no user, password or query"),
         ("./nowhere", "no folder"),
         ("nowhere/model.gguf", "no folder or .gguf file"),
@@ -540,8 +539,21 @@ def test_smollm2_not_installed_names_the_extra(cache, monkeypatch):
     assert {entry.name: entry.ready for entry in models.available()} == {
         "tiny": True,
         "smollm2": False,
-        "reasoner": False,
+        "reasoner": True,
+        "calibrated": True,
+        "diluted": True,
     }
+
+
+def test_the_labs_own_models_are_in_the_package():
+    from o1lab.models import coupled, measure
+
+    reasoner, calibrated = (models.load(name, "cpu") for name in ("reasoner", "calibrated"))
+    assert (reasoner.parameters, reasoner.context) == (6_464_256, 4096)
+    assert reasoner.encode("<bos> symbols from s7 to s9").shape == (1, 6)
+    assert measure.survival(reasoner.model, "symbols", 32, 24).right.mean() > 0.95
+    assert 0.4 < measure.survival(calibrated.model, "symbols", 32, 24).right.mean() < 1
+    assert coupled.survival(models.load("diluted", "cpu").model, 12, 64, seed=5).right.mean() > 0.95
 
 
 def test_smollm2_file_by_path(cache, tmp_path, monkeypatch):

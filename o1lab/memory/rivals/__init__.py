@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+import o1lab
 from o1lab.errors import UnknownName
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Tool:
         """Version of the installed package; ``None`` if it is not installed."""
         if self.package == "python":
             return ".".join(map(str, sys.version_info[:3]))
+        if self.package == "o1lab":  # also where it runs from its source tree, uninstalled
+            return o1lab.__version__
         try:
             return metadata.version(self.package)
         except metadata.PackageNotFoundError:

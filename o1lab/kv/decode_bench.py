@@ -1,0 +1,196 @@
+"""Decode steps of whole models, paged and not: ``python -m o1lab.kv.decode_bench [--device cuda]``.
+
+Every arm gets the same random keys and values as context and then decodes greedily; each step is timed from its call
+until the device is done. After every 256 steps the arm is set back to where it began, so that all work at the same
+lengths and a static cache is hardly longer than its content. The roofline share is the time that a plain copy takes for
+the step's bytes (weights, and keys and values at the mean length, once each), as a part of the mean step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from o1lab.attention.bench import copy_rate
+from o1lab.errors import EstimateError, O1labError
+from o1lab.kv.decode_loop import DecodeLoop
+from o1lab.kv.latency import quantile
+from o1lab.kv.layout import Heads, pool_for
+from o1lab.kv.paged_cache import PagedCache
+from o1lab.stats import Estimate
+
+ARMS = ("paged + graph", "paged", "dynamic", "static", "static compiled")
+SIZES = {"llama": (2048, 16, 32, 8, 64, 8192, 32000), "tiny": (64, 2, 4, 2, 16, 128, 256)}
+"""Random Llamas: hidden size, layers, query heads, KV heads, head dimension, MLP, vocabulary."""
+WARM, SPAN = 5, 256
+"""Steps before the clock runs, and steps between two settings back."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm: ``rate`` in tokens/s of all sequences, quantiles of a step in ms, ``share`` of the copy rate."""
+
+    model: str
+    batch: int
+    arm: str
+    steps: int
+    rate: float
+    share: float
+    quantiles: dict[str, Estimate | None]
+    note: str = ""
+
+    def __str__(self) -> str:
+        times = "".join(f"{one.value:>9.3f}" if one else f"{'–':>9}" for one in self.quantiles.values())
+        start = f"{self.model:<8}{self.batch:>6}  {self.arm:<16}"
+        return (
+            f"{start}{self.steps:>7}{self.rate:>10,.1f}{times}{self.share:>9.1%}" if self.steps else start + self.note
+        )
+
+
+HEADER = "model    batch  arm               steps  tokens/s   P50 ms      P99    P99.9 roofline"
+
+
+def load(name: str, device: str, dtype: torch.dtype) -> Any:
+    """A model by name: one of :data:`SIZES` with random weights, else whatever ``o1lab.models.load`` knows."""
+    if name not in SIZES:
+        from o1lab.models import load as named
+
+        return named(name, device, dtype).model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, layers, heads, kv_heads, head_dim, mlp, words = SIZES[name]
+    config = LlamaConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=head_dim, intermediate_size=mlp, vocab_size=words, max_position_embeddings=32768,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def step_of(arm: str, model: Any, batch: int, context: int) -> tuple[Callable[[], Any], Callable[[int], Any]]:
+    """Decoding one token of ``batch`` sequences behind ``context`` random keys, and forgetting so many tokens again."""
+    from transformers import DynamicCache, StaticCache
+
+    config, device, dtype, most = model.config, model.device, model.dtype, context + WARM + SPAN
+    first = torch.ones(batch, 1, dtype=torch.long, device=device)
+    if arm.startswith("paged"):
+        tokens = batch * (most + 256)
+        cache: Any = PagedCache(config, pool_for(config, tokens, device=device, dtype=dtype), max_tokens=most)
+    else:
+        cache = StaticCache(config, max_cache_len=most) if arm.startswith("static") else DynamicCache(config=config)
+    heads, chance = Heads.of(config, most), torch.Generator(device).manual_seed(0)
+    for layer in range(heads.layers):
+        shape = (2, batch, heads.kv_heads, context, heads.head_dim)
+        cache.update(*torch.randn(shape, generator=chance, device=device, dtype=dtype), layer)
+    if arm.startswith("paged"):
+        loop = DecodeLoop(model, cache, graph=arm.endswith("graph") and device.type == "cuda")
+        loop.resume(first[:, 0])
+        return loop.step, lambda count: cache.crop(-count)
+    model.set_attn_implementation("sdpa")
+    forward = model.forward
+    if arm.endswith("compiled"):
+        torch.compiler.reset()
+        forward = torch.compile(forward, mode="reduce-overhead")
+    place = torch.full((batch, 1), context, device=device)
+    given = {DecodeLoop.cache_name(model): cache, "use_cache": True, "logits_to_keep": 1}
+
+    def step() -> None:
+        first.copy_(forward(input_ids=first, position_ids=place, **given).logits[:, -1].argmax(-1, keepdim=True))
+        place.add_(1)
+
+    def back(count: int) -> None:
+        place.sub_(count)
+        if not arm.startswith("static"):
+            cache.crop(-count)
+        for layer in cache.layers if arm.startswith("static") else ():  # older transformers cannot crop one
+            layer.cumulative_length.sub_(count)
+
+    return step, back
+
+
+@torch.no_grad()
+def measure(name: str, model: Any, arm: str, batch: int, context: int, steps: int, seconds: float, copy: float) -> Row:
+    """Time up to ``steps`` steps of one arm within ``seconds``; an arm that fails says why in its note."""
+    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
+    taken: list[float] = []
+    try:
+        step, back = step_of(arm, model, batch, context)
+        for _ in range(WARM):
+            step()
+        wait()
+        end = time.perf_counter() + seconds
+        while len(taken) < steps and (not taken or time.perf_counter() < end):
+            begin = time.perf_counter()
+            step()
+            wait()
+            taken.append(1e3 * (time.perf_counter() - begin))
+            if len(taken) % SPAN == 0:
+                back(SPAN)
+    except (O1labError, RuntimeError) as error:
+        return Row(name, batch, arm, 0, 0.0, 0.0, {}, f"failed: {str(error).splitlines()[0][:80]}")
+    mean, heads = sum(taken) / len(taken), Heads.of(model.config, context)
+    weights = {id(one): one.nbytes for one in model.parameters()}
+    if not model.config.tie_word_embeddings:
+        del weights[id(model.get_input_embeddings().weight)]  # read by row
+    stored = batch * heads.layers * heads.token_bytes(model.dtype) * (context + WARM + min(len(taken), SPAN) / 2)
+    share = (sum(weights.values()) + stored) / copy / (mean / 1e3)
+    found = {label: _quantile(taken, q) for label, q in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999))}
+    return Row(name, batch, arm, len(taken), 1e3 * batch / mean, share, found)
+
+
+def _quantile(values: list[float], q: float) -> Estimate | None:
+    try:
+        return quantile(values, q, "ms")
+    except EstimateError:  # too few steps
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="o1lab.kv.decode_bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", help=f"{', '.join(SIZES)}, or a name for o1lab.models.load")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="by default all; on a CPU without graph and compiler")
+    parser.add_argument("--batch", nargs="+", type=int, default=None, help="sequences (1 32; 1 2 on a CPU)")
+    parser.add_argument("--context", type=int, default=None, help="tokens before the first step (4096; 64 on a CPU)")
+    parser.add_argument("--steps", type=int, default=None, help="most steps of an arm (4000; 50 on a CPU)")
+    parser.add_argument("--seconds-per-arm", type=float, default=30.0, help="most seconds of an arm after warm-up (30)")
+    parser.add_argument("--json", type=Path, help="also write the figures into this file")
+    options = parser.parse_args(argv)
+    cuda = options.device.startswith("cuda")
+    dtype = torch.bfloat16 if cuda else torch.float32
+    steps = options.steps or (4000 if cuda else 50)
+    copy = copy_rate(torch.device(options.device), (1 << 30) if cuda else (16 << 20), 2.0 if cuda else 0.3)
+    print(f"copy rate {copy.value / 1e9:,.0f} GB/s on {options.device}, {dtype}", HEADER, sep="\n")
+    rows = []
+    for name in options.models or (["smollm2", "llama"] if cuda else ["tiny"]):
+        try:
+            model = load(name, options.device, dtype)
+        except O1labError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        for batch in options.batch or ([1, 32] if cuda else [1, 2]):
+            for arm in options.arms or (ARMS if cuda else ARMS[1:-1]):
+                context = options.context or (4096 if cuda else 64)
+                rows.append(measure(name, model, arm, batch, context, steps, options.seconds_per_arm, copy.value))
+                print(rows[-1], flush=True)
+                gc.collect()
+                if cuda:
+                    torch.cuda.empty_cache()
+    if options.json:
+        options.json.write_text(json.dumps({"copy": asdict(copy), "rows": list(map(asdict, rows))}, indent=1), "utf-8")
+    return 0 if rows and any(row.steps for row in rows) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,654 @@
+"""PagedCache against DynamicCache and plain tensors: the same tokens, no page lost, typed refusals."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from package.paged_fixture import (
+    HEADS,
+    MODES,
+    PAGED,
+    WIDTH,
+    append,
+    config,
+    generated,
+    model_of,
+    pool_of,
+    prompts,
+    some,
+    stored,
+)
+from transformers import DynamicCache
+
+from o1lab.errors import CacheError
+from o1lab.kv import DecodeLoop, PagedCache, PagePool, PoolExhausted, decode_bench, pool_for
+from o1lab.kv.layout import Layout
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning"),
+]
+
+
+def same_tokens(kind, attention, padded=False, batch=3, **how):
+    model, given = model_of(kind), prompts(batch, padded=padded)
+    expected = generated(model, given, attention="eager" if attention == "eager" else "sdpa", **how)
+    pool = pool_of(model)
+    with PagedCache(model.config, pool) as cache:
+        found = generated(model, given, cache, attention=attention, **how)
+        pool.check()
+        assert pool.owners() == {cache.owner: pool.stats().references}
+    assert torch.equal(found, expected)
+    assert len(set(expected[0].tolist())) > 8  # a model that repeats one token would hide a broken cache
+    assert not pool.stats().used
+    return pool
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", PAGED])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "neox"])
+def test_generate_gives_the_tokens_of_dynamic_cache(kind, attention):
+    same_tokens(kind, attention, padded=True)
+    same_tokens(kind, attention, num_beams=3)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", PAGED])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_way_to_decode(mode, attention):
+    same_tokens("llama", attention, padded=mode != "prompt lookup", batch=1 if "lookup" in mode else 3, **MODES[mode])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", PAGED])
+def test_assisted_decoding_crops_what_was_refused(attention):
+    helper = model_of("llama", seed=1)
+    helper.set_attn_implementation("sdpa")
+    same_tokens("llama", attention, batch=1, assistant_model=helper)
+
+
+def test_beams_share_the_pages_that_are_full():
+    pool = same_tokens("llama", "sdpa", num_beams=3)
+    assert pool.stats().peak_used < 2 * 9 * math.ceil(26 / 8)  # fewer than nine beams of their own
+    assert pool.stats().allocations > 8  # and copies were made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    model = copy.deepcopy(model_of("llama")).to(dtype)
+    how = {"output_logits": True, "return_dict_in_generate": True}
+    expected = generated(model, prompts(), **how)
+    with PagedCache(model.config, pool_of(model, dtype=dtype)) as cache:
+        assert torch.equal(generated(model, prompts(), cache), expected.sequences)
+    with PagedCache(model.config, pool_of(model, dtype=dtype)) as cache, torch.no_grad():
+        first = generated(
+            model, prompts(), cache, attention=PAGED, new=2, output_logits=True, return_dict_in_generate=True
+        )
+    for ours, theirs in zip(first.logits, expected.logits, strict=False):
+        assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
+
+
+def test_decode_reads_pages_without_gathering(monkeypatch):
+    calls = []
+    decode = PagedCache.update.__globals__["Layout"].gathered
+    monkeypatch.setattr(Layout, "gathered", lambda *given: calls.append("gathered") or decode(*given))
+    import o1lab.attention.dispatch as dispatch
+
+    inner = dispatch.paged_decode
+    monkeypatch.setattr(dispatch, "paged_decode", lambda *a, **k: calls.append("paged_decode") or inner(*a, **k))
+    same_tokens("llama", PAGED)
+    assert calls == ["paged_decode"] * 2 * 19
+    same_tokens("llama", "sdpa")
+    assert calls[-1] == "gathered"
+
+
+def test_a_continued_conversation_and_inference_mode():
+    model, given = model_of("llama"), prompts(1)
+    longer = torch.cat([given["input_ids"], prompts(1, 5, seed=8)["input_ids"]], 1)
+    whole = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+    expected = generated(model, whole)
+    for attention in ("sdpa", PAGED):
+        model.set_attn_implementation(attention)
+        with PagedCache(model.config, pool_of(model)) as cache:
+            with torch.inference_mode():
+                model(given["input_ids"], **{DecodeLoop.cache_name(model): cache})
+            cache.crop(-2)
+            assert torch.equal(generated(model, whole, cache, attention=attention), expected)
+
+
+# keys and values by themselves
+
+
+def small_pool(pages=40, page_tokens=4, dtype=torch.float32):
+    pool = pool_for(config(), pages // 2 * page_tokens, device="cpu", dtype=dtype, page_tokens=page_tokens)
+    pool.arena.fill_(255)
+    return pool
+
+
+def test_forks_share_pages_and_copy_the_last_one_at_the_first_write():
+    pool = small_pool()
+    base = PagedCache(config(), pool)
+    prompt = some(1, 10)
+    append(base, prompt)
+    assert pool.stats().used == 2 * 3
+    fork = base.fork([0, 0, 0])
+    part = base.fork(tokens=5)
+    assert pool.stats().used == 2 * 3
+    new = some(3, 1, seed=1)
+    append(fork, new)
+    assert pool.stats().used == 2 * (3 + 3)  # three tails, two full pages still shared
+    append(base, some(1, 1, seed=2))
+    append(part, some(1, 1, seed=3))
+    pool.check()
+    for layer in (0, 1):
+        expected = torch.cat([prompt[layer, 0].expand(3, -1, -1, -1), new[layer, 0]], 2)
+        assert torch.equal(stored(fork, layer, 0), expected)
+        assert torch.equal(stored(base, layer, 1)[:, :, :10], prompt[layer, 1])
+        expected = torch.cat([prompt[layer, 0][:, :, :5], some(1, 1, seed=3)[layer, 0]], 2)
+        assert torch.equal(stored(part, layer, 0), expected)
+    base.release()
+    part.release()
+    assert torch.equal(stored(fork, 0, 0)[2, :, :10], prompt[0, 0, 0])
+    fork.release()
+    assert not pool.stats().used
+
+
+def test_the_last_holder_of_a_tail_keeps_it_uncopied():
+    pool = small_pool()
+    base = PagedCache(config(), pool)
+    append(base, some(1, 6))
+    fork = copy.deepcopy(base)
+    append(fork, some(1, 1))
+    before = pool.stats()
+    append(base, some(1, 1))
+    append(fork, some(1, 1))
+    assert (pool.stats().used, pool.stats().allocations) == (before.used, before.allocations)
+    other = base.fork()
+    append(base, some(1, 1))  # behind what the fork reads: nothing to copy yet
+    assert pool.stats().allocations == before.allocations
+    append(other, some(1, 1))
+    assert pool.stats().allocations == before.allocations + 1
+
+
+def test_a_cropped_sequence_does_not_write_into_what_it_shared():
+    pool, prompt = small_pool(), some(1, 8)
+    base = PagedCache(config(), pool)
+    append(base, prompt)
+    fork = base.fork()
+    append(base, some(1, 1, seed=1))
+    base.crop(-3)
+    append(base, some(1, 1, seed=2))
+    assert torch.equal(stored(fork, 1, 0), prompt[1, 0])
+    assert torch.equal(stored(base, 1, 0), torch.cat([prompt[1, 0][:, :, :6], some(1, 1, seed=2)[1, 0]], 2))
+
+
+def test_int8_is_rounded_by_token_and_head_and_copied_with_its_scales():
+    exact, pool = some(2, 9), small_pool(dtype=torch.int8)
+    cache = PagedCache(config(), pool, dtype=torch.int8)
+    answer = append(cache, exact)
+    assert torch.equal(answer[1][0], exact[1, 0])  # the first tokens' own attention is not rounded
+    fork = cache.fork([1, 0])
+    keys, values = append(fork, some(2, 1, seed=5))[1]
+    for side, found in enumerate((keys, values)):
+        assert torch.equal(found, stored(fork, 1, side))
+        wanted = torch.cat([exact[1, side].flip(0), some(2, 1, seed=5)[1, side]], 2)
+        error = (found - wanted).abs()
+        assert (error <= wanted.abs().amax(-1, keepdim=True) / 254 * 1.001).all()
+        assert error.max() > 1e-3  # it was rounded
+
+
+def test_int8_decodes_close_to_exact_with_pages_and_gathered():
+    model = model_of("neox")
+    pool = pool_of(model, dtype=torch.int8)
+    found = {}
+    for attention, dtype in (("sdpa", None), ("sdpa", torch.int8), (PAGED, torch.int8)):
+        place = pool if dtype else pool_of(model)
+        with PagedCache(model.config, place, dtype=dtype) as cache:
+            how = {"output_logits": True, "return_dict_in_generate": True, "new": 2}
+            found[attention, dtype] = generated(model, prompts(padded=True), cache, attention=attention, **how).logits[
+                1
+            ]
+    exact, gathered, paged = found.values()
+    assert torch.allclose(gathered, paged, atol=1e-3)
+    assert 1e-6 < (gathered - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+class Books(RuleBasedStateMachine):
+    """Caches over one pool against tensors; a small pool, so that requests fail too."""
+
+    @initialize(dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+    def begin(self, dtype):
+        self.pool, self.dtype = small_pool(pages=36, dtype=dtype), dtype
+        self.caches: list[tuple[PagedCache, torch.Tensor | None]] = [(PagedCache(config(), self.pool), None)]
+        self.seed = 0
+
+    def pick(self, data):
+        place = data.draw(st.integers(0, len(self.caches) - 1))
+        return place, *self.caches[place]
+
+    @rule(data=st.data(), batch=st.integers(1, 3), tokens=st.integers(1, 6))
+    def write(self, data, batch, tokens):
+        place, cache, held = self.pick(data)
+        self.seed += 1
+        new = some(batch if held is None else held.shape[2], tokens, self.seed, self.dtype)
+        try:
+            answer = append(cache, new)
+        except PoolExhausted:
+            return
+        whole = new if held is None else torch.cat([held, new], 4)
+        assert all(torch.equal(side, whole[layer, i]) for layer, two in enumerate(answer) for i, side in enumerate(two))
+        self.caches[place] = cache, whole
+
+    @rule(data=st.data(), ahead=st.integers(0, 9))
+    def reserve(self, data, ahead):
+        _, cache, held = self.pick(data)
+        if held is not None:
+            try:
+                cache.reserve(ahead)
+            except PoolExhausted:
+                return
+            before = self.pool.stats().allocations
+            cache.reserve(ahead)
+            assert self.pool.stats().allocations == before
+
+    @precondition(lambda self: len(self.caches) < 4)
+    @rule(data=st.data())
+    def fork(self, data):
+        _, cache, held = self.pick(data)
+        if held is None:
+            self.caches.append((cache.fork(), None))
+            return
+        rows = data.draw(st.lists(st.integers(0, held.shape[2] - 1), min_size=1, max_size=3))
+        tokens = data.draw(st.integers(1, held.shape[4]))
+        self.caches.append((cache.fork(rows, tokens), held[:, :, rows, :, :tokens]))
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        place, cache, held = self.pick(data)
+        if held is not None:
+            rows = data.draw(st.lists(st.integers(0, held.shape[2] - 1), min_size=1, max_size=4))
+            cache.reorder_cache(torch.tensor(rows))
+            self.caches[place] = cache, held[:, :, rows]
+
+    @rule(data=st.data())
+    def repeat(self, data):
+        place, cache, held = self.pick(data)
+        if held is None or held.shape[2] < 3:
+            cache.batch_repeat_interleave(2)
+            self.caches[place] = cache, None if held is None else held.repeat_interleave(2, 2)
+
+    @rule(data=st.data())
+    def crop(self, data):
+        place, cache, held = self.pick(data)
+        if held is not None:
+            fewer = data.draw(st.integers(0, held.shape[4] - 1))
+            cache.crop(-fewer)
+            self.caches[place] = cache, held[..., : held.shape[4] - fewer, :]
+
+    @rule(data=st.data(), how=st.sampled_from(["reset", "release", "drop"]))
+    def leave(self, data, how):
+        place, cache, _ = self.pick(data)
+        if how == "reset":
+            cache.reset()
+            self.caches[place] = cache, None
+        else:
+            if how == "release":
+                cache.release()
+            self.caches[place] = PagedCache(config(), self.pool), None
+
+    @invariant()
+    def nothing_is_lost(self):
+        self.pool.check()
+        held = 0
+        for cache, expected in self.caches:
+            assert cache.get_seq_length() == (0 if expected is None else expected.shape[4])
+            if expected is not None:
+                held += self.pool.owners()[cache.owner]
+                assert cache.batch_size == expected.shape[2]
+                assert torch.equal(stored(cache, 1, 0), expected[1, 0].float())
+                assert torch.equal(stored(cache, 0, 1), expected[0, 1].float())
+        dropped = [owner for owner in self.pool.owners() if owner not in {cache.owner for cache, _ in self.caches}]
+        assert self.pool.stats().references == held + sum(self.pool.owners()[owner] for owner in dropped) + sum(
+            self.pool.owners()[cache.owner] for cache, expected in self.caches if expected is None
+        )
+
+    def teardown(self):
+        for cache, _ in getattr(self, "caches", ()):
+            cache.release()
+        if hasattr(self, "caches"):
+            with PagedCache(config(), self.pool) as last:
+                self.caches, cache = [], None
+                append(last, some(1, 1, dtype=self.dtype))  # takes back what dropped caches held
+                assert self.pool.stats().used == 2
+            assert not self.pool.stats().used
+
+
+Books.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestBooks = Books.TestCase
+
+
+def test_a_dropped_cache_gives_its_pages_back_at_the_next_request():
+    pool = small_pool()
+    dropped, cache = PagedCache(config(), pool), PagedCache(config(), pool)
+    append(dropped, some(2, 9))
+    del dropped
+    gc.collect()
+    assert pool.stats().used == 2 * 2 * 3
+    append(cache, some(1, 1))
+    assert pool.stats().used == 2
+
+
+def test_pages_come_back_when_generate_breaks_off():
+    model = model_of("llama")
+    pool, calls = pool_of(model), []
+
+    def fail(module, given):
+        calls.append(1)
+        if len(calls) == 5:
+            raise ArithmeticError("planted")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(ArithmeticError), PagedCache(model.config, pool) as cache:
+            generated(model, prompts(), cache)
+        assert not pool.stats().used
+        calls.clear()
+        with PagedCache(model.config, pool) as cache:
+            with pytest.raises(ArithmeticError):
+                generated(model, prompts(), cache)
+            assert [layer.seen for layer in cache.layers] == [11, 10]
+            with pytest.raises(CacheError, match="crop it first"):
+                cache.fork()
+            with pytest.raises(CacheError, match="crop or reset"), torch.no_grad():
+                model(torch.ones(3, 1, dtype=torch.long), **{DecodeLoop.cache_name(model): cache})
+            cache.reset()
+            assert not pool.stats().used
+            found = generated(model, prompts(), cache)
+        assert torch.equal(found, generated(model, prompts()))
+    finally:
+        hook.remove()
+
+
+def test_too_small_a_pool_fails_typed_and_leaves_nothing_behind():
+    model = model_of("llama")
+    pool = pool_of(model, tokens=32)
+    with pytest.raises(PoolExhausted, match="asked for"), PagedCache(model.config, pool) as cache:
+        generated(model, prompts(), cache)
+    pool.check()
+    assert not pool.stats().used
+
+
+# steps ahead, as a graph takes them
+
+
+def test_steps_ahead_keep_tables_in_place_and_count_on_the_host():
+    cache = PagedCache(config(), small_pool(), max_tokens=24)
+    cache.config._attn_implementation = PAGED
+    held = some(2, 5)
+    append(cache, held)
+    places = cache.block_tables.data_ptr(), cache.lengths.data_ptr()
+    for number in range(12):
+        new = some(2, 1, seed=number)
+        cache.reserve(1)
+        with cache.recording():
+            append(cache, new)
+        assert cache.get_seq_length() == held.shape[4]
+        cache.advance()
+        held = torch.cat([held, new], 4)
+    assert torch.equal(stored(cache, 1, 0), held[1, 0])
+    cache.crop(-1)
+    with cache.recording(), pytest.raises(CacheError, match="before the capture"):
+        append(cache, some(2, 6))
+    for change in (lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices([1])):
+        with pytest.raises(CacheError, match="captured graph"):
+            change()
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.reset()
+    with pytest.raises(CacheError, match="captured graph"):
+        append(cache, some(3, 4))
+    append(cache, some(2, 4))
+    assert places == (cache.block_tables.data_ptr(), cache.lengths.data_ptr())
+    with pytest.raises(CacheError, match="reserved"):
+        cache.advance(5)
+
+
+def test_recording_is_refused_where_no_graph_could_replay():
+    cache = PagedCache(config(), small_pool())
+    append(cache, some(1, 3))
+    with pytest.raises(CacheError, match="max_tokens"), cache.recording():
+        pass
+    cache = PagedCache(config(attn_implementation="sdpa"), small_pool(), max_tokens=8)
+    append(cache, some(1, 3))
+    with pytest.raises(CacheError, match=PAGED), cache.recording():
+        append(cache, some(1, 1))
+
+
+def test_the_decode_loop_is_greedy_generate():
+    model, given = model_of("llama"), prompts()
+    expected = generated(model, given, new=25)[:, 7:]
+    with PagedCache(model.config, pool_of(model), max_tokens=40) as cache:
+        loop = DecodeLoop(model, cache)
+        for _ in range(2):  # the second time after a reset
+            found = [loop.prefill(given["input_ids"])] + [loop.step().clone() for _ in range(24)]
+            assert torch.equal(torch.stack(found, 1), expected)
+        fork = cache.fork(tokens=20)
+        other = DecodeLoop(model, fork)
+        other.resume(expected[:, 13])
+        assert torch.equal(other.step(), expected[:, 14])
+        chosen = torch.tensor([5, 6, 7])
+        assert not torch.equal(other.step(chosen), expected[:, 15])
+        loop.step()
+        loop.cache.reserve(40 - loop.cache.get_seq_length())
+        loop.cache.advance(40 - loop.cache.get_seq_length())
+        with pytest.raises(CacheError, match="max_tokens=40"):
+            loop.step()
+    with pytest.raises(CacheError, match="max_tokens=None"):
+        DecodeLoop(model, PagedCache(model.config, pool_of(model)))
+
+
+def test_the_bench_sets_its_arms_back(monkeypatch):
+    monkeypatch.setattr(decode_bench, "SPAN", 3)
+    model = decode_bench.load("tiny", "cpu", torch.float32)
+    for arm in ("paged", "dynamic", "static"):
+        lengths, inner = [], decode_bench.step_of(arm, model, 2, 9)
+        monkeypatch.setattr(decode_bench, "step_of", lambda *_, inner=inner: inner)
+        hook = model.model.rotary_emb.register_forward_pre_hook(
+            lambda _, given, named, seen=lengths: seen.append(int(named["position_ids"][0, 0])), with_kwargs=True
+        )
+        row = decode_bench.measure("tiny", model, arm, 2, 9, 7, 60.0, 1e9)
+        hook.remove()
+        assert (row.steps, row.note) == (7, "")
+        assert lengths == [9, 10, 11, 12, 13, *[14, 15, 16] * 2, 14]
+        monkeypatch.undo()
+        monkeypatch.setattr(decode_bench, "SPAN", 3)
+
+
+def test_the_bench_runs_every_arm_of_a_cpu(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    assert (
+        decode_bench.main(["--steps", "2", "--context", "9", "--batch", "2", "--device", "cpu", "--json", str(file)])
+        == 0
+    )
+    rows = json.loads(file.read_text("utf-8"))["rows"]
+    assert [row["arm"] for row in rows] == ["paged", "dynamic", "static"]
+    assert all(row["steps"] == 2 and row["rate"] > 0 and row["share"] > 0 and not row["note"] for row in rows)
+    assert capsys.readouterr().out.count("tiny") == 3
+
+
+# refusals
+
+
+def test_sliding_windows_are_refused_unless_no_token_leaves_them():
+    model = model_of("mistral")
+    for most in (None, 33):
+        with pytest.raises(CacheError, match=r"window of 32 tokens"):
+            PagedCache(model.config, pool_of(model), max_tokens=most)
+    expected = generated(model, prompts(padded=True))
+    for attention in ("sdpa", PAGED):
+        with PagedCache(model.config, pool_of(model), max_tokens=32) as cache:
+            assert torch.equal(generated(model, prompts(padded=True), cache, attention=attention), expected)
+            with pytest.raises(CacheError, match="max_tokens=32"):
+                cache.reserve(7)
+
+
+CONFIGS = {
+    "head_dim=12": {"head_dim": 12},
+    "head_dim=264": {"head_dim": 264},
+    "'linear_attention'": {"layer_types": ["full_attention", "linear_attention"]},
+    "keeps no plain keys": {"kv_lora_rank": 8},
+    "use its own cache": {"is_encoder_decoder": True},
+    "differs between layers": {"num_key_value_heads": [1, 2]},
+    "holds no request": {"num_hidden_layers": 99},
+}
+
+
+@pytest.mark.parametrize("reason", CONFIGS)
+def test_a_config_that_does_not_fit(reason):
+    good = config()
+    for name, value in CONFIGS[reason].items():
+        object.__setattr__(good, name, value)
+    with pytest.raises(CacheError, match=reason):
+        PagedCache(good, small_pool())
+
+
+def test_pools_and_types_that_do_not_fit():
+    with pytest.raises(CacheError, match=r"page_bytes=64 does not hold one token of a layer, 128 bytes"):
+        PagedCache(config(), PagePool(1 << 12, device="cpu", page_bytes=64), dtype=torch.float32)
+    with pytest.raises(CacheError, match=r"page_bytes=129 is not a multiple of 4"):
+        PagedCache(config(), PagePool(129 * 8, device="cpu", page_bytes=129, chunk_bytes=129), dtype=torch.float32)
+    with pytest.raises(CacheError, match=r"dtype=torch.float64"):
+        PagedCache(config(), small_pool(), dtype=torch.float64)
+    with pytest.raises(CacheError, match=r"max_tokens=81 takes 42 pages of 40"):
+        PagedCache(config(), small_pool(), max_tokens=81, dtype=torch.float32)
+    for wrong in (0, True, 2.0):
+        with pytest.raises(CacheError, match=f"max_tokens={wrong!r}"):
+            PagedCache(config(), small_pool(), max_tokens=wrong)
+
+
+def test_a_page_holds_whole_blocks_of_the_kernel():
+    pool = PagePool(1 << 20, device="cpu", page_bytes=1 << 15)
+    for dtype, fits, tokens in ((torch.float32, 256, 256), (torch.bfloat16, 512, 512), (torch.int8, 682, 512)):
+        layout = PagedCache(config(), pool, dtype=dtype)._layout
+        assert pool.page_bytes // PagedCache(config(), pool).heads.token_bytes(dtype) == fits
+        assert tuple(layout.pages.shape) == (32, 2, tokens, HEADS, WIDTH)
+        assert layout.pages.untyped_storage().data_ptr() == pool.arena.untyped_storage().data_ptr()
+    assert tuple(layout.scales.shape) == (32, 2, 512, HEADS)
+    layout.scales.fill_(1.5)
+    assert not (layout.pages.float() == 1.5).any()
+    layout.pages.zero_()
+    assert (layout.scales == 1.5).all()  # behind the numbers, not among them
+
+
+UPDATES = {
+    "holds 2 sequences and is given 3": lambda: some(3, 1),
+    r"are \(2, 1, 1, 8\)": lambda: some(2, 1)[:, :, :, :1],
+    r"are \(2, 2, 1, 4\)": lambda: some(2, 1)[..., :4],
+    "keys are torch.float16": lambda: some(2, 1).half(),
+    "keys are on meta": lambda: some(2, 1).to("meta"),
+    "layer_idx=2": lambda: torch.cat([some(2, 1)] * 2),
+    "no gradients": lambda: some(2, 1).requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("reason", UPDATES)
+def test_an_update_that_does_not_fit(reason):
+    pool = small_pool()
+    cache = PagedCache(config(), pool)
+    append(cache, some(2, 3))
+    with pytest.raises(CacheError, match=reason):
+        append(cache, UPDATES[reason]())
+    pool.check()
+
+
+def test_other_batches_after_a_reset_and_calls_that_name_nothing():
+    pool = small_pool()
+    cache = PagedCache(config(), pool, dtype=torch.float32)
+    with pytest.raises(CacheError, match="batch=None"):
+        cache.reserve(3)
+    cache.reserve(5, batch=4)
+    assert pool.stats().used == 2 * 4 * 2
+    append(cache, some(2, 3))  # not the four that were announced
+    assert pool.stats().used == 2 * 2
+    for call, reason in (
+        (lambda: cache.batch_select_indices([2]), "there are 0 to 1"),
+        (lambda: cache.batch_select_indices(torch.tensor([], dtype=torch.long)), "were asked for"),
+        (lambda: cache.batch_repeat_interleave(0), "repeats=0"),
+        (lambda: cache.crop(2), r"crop\(2\)"),
+        (lambda: cache.crop(-4), r"crop\(-4\)"),
+        (lambda: cache.reserve(-1), "tokens=-1"),
+        (lambda: cache.layers[0].crop(-1), "not on a layer"),
+        (lambda: cache.adopt(cache.fork()), "holds 3 tokens already"),
+    ):
+        with pytest.raises(CacheError, match=reason):
+            call()
+    cache.batch_select_indices(torch.tensor([False, True]))
+    assert torch.equal(stored(cache, 0, 0), some(2, 3)[0, 0][1:])
+    cache.reset()
+    append(cache, some(3, 1))
+    assert cache.batch_size == 3
+
+
+def test_adopting_what_does_not_fit():
+    pool, other = small_pool(), small_pool()
+    source = PagedCache(config(), pool)
+    append(source, some(2, 6))
+    for new, given, reason in (
+        (PagedCache(config(), other), {}, "has its pages in"),
+        (PagedCache(config(), pool), {"rows": [2]}, "there are 0 to 1"),
+        (PagedCache(config(), pool), {"tokens": 7}, "tokens=7"),
+        (PagedCache(config(), pool, max_tokens=5), {}, "max_tokens=5"),
+        (PagedCache(config(), pool, dtype=torch.int8), {}, "keeps torch.float32"),
+        (PagedCache(config(head_dim=16), pool), {}, "is for Heads"),
+    ):
+        with pytest.raises(CacheError, match=reason):
+            new.adopt(source, **given)
+        new.release()
+    with pytest.raises(CacheError, match="holds nothing to adopt"):
+        source.adopt(PagedCache(config(), pool))
+    pool.check()
+    assert pool.stats().used == 2 * 2 * 2
+
+
+def test_nothing_works_after_release():
+    pool = small_pool()
+    cache = PagedCache(config(), pool)
+    append(cache, some(2, 3))
+    fork = cache.fork()
+    cache.release()
+    cache.release()
+    for call in (
+        lambda: append(cache, some(2, 1)), lambda: cache.crop(-1), cache.reset, lambda: cache.reserve(1), cache.fork,
+        lambda: cache.paged(0), lambda: cache.reorder_cache(torch.tensor([0, 1])), lambda: fork.adopt(cache),
+        lambda: cache.block_tables, cache.advance,
+    ):  # fmt: skip
+        with pytest.raises(CacheError, match="released"):
+            call()
+    assert "released" in repr(cache)
+    assert torch.equal(stored(fork, 0, 0), some(2, 3)[0, 0])
+
+
+def test_paged_attention_says_what_it_cannot_do():
+    model = model_of("llama")
+    model.set_attn_implementation(PAGED)
+    name, ids = DecodeLoop.cache_name(model), torch.ones(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        with pytest.raises(CacheError, match="reads pages"):
+            model(ids, **{name: DynamicCache()})
+        given = {name: PagedCache(model.config, pool_of(model)), "attention_mask": torch.zeros(1, 1, 4, 4)}
+        with pytest.raises(CacheError, match="mask of shape"):
+            model(ids, **given)
+    from o1lab.kv.paged_attention import padding, paged_attention
+
+    cache = PagedCache(config(attn_implementation=PAGED), small_pool())
+    step, _ = append(cache, some(1, 3))[0]
+    query = torch.zeros(1, 8, 3, 8)
+    for asked, reason in (({"softcap": 3.0}, "softcap"), ({"dropout": 0.1}, "dropout"), ({"s_aux": query}, "s_aux")):
+        with pytest.raises(CacheError, match=reason):
+            paged_attention(None, query, step, step, None, **asked)
+    with pytest.raises(CacheError, match="functions of positions"):
+        padding(1, 3, 3, use_vmap=True)
