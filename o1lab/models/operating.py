@@ -3,8 +3,9 @@
 Where a chain ends at a wrong step is decided by two things: whether the model finds what it needs, which depends on how
 much there is to search, and whether it then works out the right result, which does not. A model with a constant error
 per step therefore needs look-ups that never fail and a result that sometimes does. ``calibrate`` makes one from a fully
-trained model by weight noise in the feed-forward layers, where results are worked out, and finds the strength by
-bisection on problems of their own; ``between`` does the same on the line between two checkpoints of a run.
+trained model by weight noise in the last layer's feed-forward block, which comes after all look-ups, and finds the
+strength by bisection on problems of their own; ``between`` does the same on the line between two checkpoints of a run.
+Noise in the blocks of all layers disturbs look-ups: on ``symbols`` first faults then crowd at both ends of a chain.
 
 ``python -m o1lab.models.operating runs/reasoner/model --out runs/calibrated`` does it and shows the hazard.
 """
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import LlamaForCausalLM
 
 from o1lab.errors import O1labError, TrainingError
@@ -70,8 +70,8 @@ class Calibrated:
     tried: tuple[tuple[float, float], ...]
 
 
-def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int = 0, most: float = 1.0) -> Calibrated:
-    """Add noise to the feed-forward weights of ``model``, in place, until it works at ``point``.
+def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int = 0, most: float = 4.0) -> Calibrated:
+    """Add noise to the last feed-forward weights of ``model``, in place, until it works at ``point``.
 
     Parameters
     ----------
@@ -180,8 +180,9 @@ class EarlyStop:
         return True
 
 
-def _inner(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, weight) for name, weight in model.named_parameters() if ".mlp." in name and weight.ndim == 2]
+def _inner(model: LlamaForCausalLM) -> list[tuple[str, torch.Tensor]]:
+    last = f".layers.{model.config.num_hidden_layers - 1}.mlp."
+    return [(name, weight) for name, weight in model.named_parameters() if last in name and weight.ndim == 2]
 
 
 @dataclass(frozen=True)
