@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from o1lab.models import Model
 
 BREAK = 0.5
+BATCH = 1024
+"""States embedded at once."""
 READINGS = ("run", "earliest")
 Embedding = Mapping[Any, float] | Sequence[float] | np.ndarray
 
@@ -73,24 +75,32 @@ def one_hot_bag(state: str) -> dict[str, float]:
     return dict(Counter(state.split()))
 
 
-def hidden_state(model: Model, layer: int = -1) -> Callable[[str], np.ndarray]:
+def hidden_state(model: Model, layer: int = -1, states: Iterable[str] = ()) -> Callable[[str], np.ndarray]:
     """An embedding by a model: its hidden states over the state's tokens in ``layer``, averaged; shape (width,).
 
-    The state stands alone, without the problem. The model's own encoding of the text is used.
+    The state stands alone, without the problem. The model's own encoding of the text is used. ``states`` are embedded
+    at once, many in a batch; others when they are asked for.
     """
     import torch
 
     kept: dict[str, np.ndarray] = {}
 
     @torch.no_grad()
-    def embed(state: str) -> np.ndarray:
+    def embed(state: str, others: Sequence[str] = ()) -> np.ndarray:
         if state not in kept:
-            layers = model.model(model.encode(state), output_hidden_states=True).hidden_states
+            ids = torch.cat([model.encode(each) for each in (state, *others)])
+            layers = model.model(ids, output_hidden_states=True).hidden_states
             if not -len(layers) <= layer < len(layers):
                 raise ChainError(f"layer={layer} is none of the {len(layers)} that {model.name} has")
-            kept[state] = layers[layer][0].float().mean(0).cpu().numpy()
+            kept.update(zip((state, *others), layers[layer].float().mean(1).cpu().numpy(), strict=True))
         return kept[state]
 
+    alike: dict[int, list[str]] = {}
+    for state in dict.fromkeys(states):
+        alike.setdefault(model.encode(state).shape[1], []).append(state)
+    for group in alike.values():
+        for begin in range(0, len(group), BATCH):
+            embed(group[begin], group[begin + 1 : begin + BATCH])
     return embed
 
 

@@ -80,6 +80,10 @@ class Detection:
     found, alarms : Estimate or None
         Share of faulty chains judged exactly without being told; share of right chains in which it sees a fault.
     detector : Detector
+    scores, faulty : ndarray, shape (steps judged,)
+        Hazard of every step up to the first faults, and whether it is one: what the AUROC is of.
+    said : tuple of int or None
+        The step named for each test chain without being told, in their order.
     """
 
     auroc: Estimate
@@ -88,6 +92,16 @@ class Detection:
     found: Estimate
     alarms: Estimate | None
     detector: Detector = field(repr=False)
+    scores: np.ndarray = field(repr=False)
+    faulty: np.ndarray = field(repr=False)
+    said: tuple[int | None, ...] = field(repr=False)
+
+    def roc(self) -> tuple[np.ndarray, np.ndarray]:
+        """False-alarm rate and hit rate of single steps at every threshold, from (0, 0) to (1, 1)."""
+        order = np.argsort(-self.scores, kind="stable")
+        ends = np.append(np.flatnonzero(np.diff(self.scores[order])), order.size - 1)
+        hits, alarms = (np.cumsum(side[order])[ends] / side.sum() for side in (self.faulty, ~self.faulty))
+        return np.concatenate([[0.0], alarms]), np.concatenate([[0.0], hits])
 
     def __str__(self) -> str:
         rows = [
@@ -169,29 +183,93 @@ def evaluate(
     train : float
         Share of problems to fit to, between 0 and 1; ``seed`` draws which.
     """
-    n = len(first)
-    if problems is not None and len(problems) != n:
-        raise EstimateError(f"{n} chains and {len(problems)} problems: give one per chain")
     if not 0 < train < 1:
         raise EstimateError(f"train={train!r} must lie between 0 and 1")
-    _stacked(features, first)
-    ids = np.unique(np.arange(n) if problems is None else np.asarray(problems), return_inverse=True)[1]
+    ids = _ids(features, first, problems)
     order = np.random.default_rng(seed).permutation(int(ids.max()) + 1)
     fitted = np.isin(ids, order[: max(1, round(train * order.size))])
-    side = {name: np.flatnonzero(fitted == which) for name, which in (("train", True), ("test", False))}
-    parts = {name: ([features[i] for i in at], [first[i] for i in at]) for name, at in side.items()}
-    detector = fit(*parts["train"], ridge=ridge)
-    rows, faulty, chain = _stacked(*parts["test"])
+    train_at, test_at = np.flatnonzero(fitted), np.flatnonzero(~fitted)
+    detector = fit([features[i] for i in train_at], [first[i] for i in train_at], ridge=ridge)
+    return _judged([features[i] for i in test_at], [first[i] for i in test_at], ids[test_at], [detector] * test_at.size,
+                   detector)  # fmt: skip
+
+
+def crossfit(
+    features: Sequence[np.ndarray],
+    first: Sequence[int | None],
+    *,
+    problems: Sequence[Any] | None = None,
+    folds: int = 5,
+    ridge: float = 1.0,
+    seed: int = 0,
+) -> Detection:
+    """Judge every chain by a detector that was fitted to other problems only.
+
+    Problems are dealt into ``folds`` parts, those with a fault evenly (else a part rich in faults would be judged by a
+    detector that expects few); each part is judged by a detector of all the others. The detector in the
+    result is fitted to everything, for use, and judged nothing here.
+
+    Parameters
+    ----------
+    features, first, problems, ridge, seed
+        As :func:`evaluate`.
+    folds : int
+        At least 2.
+
+    Examples
+    --------
+    >>> random = np.random.default_rng(0)
+    >>> first = [1 + number % 6 if number % 2 else None for number in range(100)]
+    >>> marks = [random.normal(size=(8, 1)) + 6.0 * (np.arange(1, 9) == (fault or 0))[:, None] for fault in first]
+    >>> found = crossfit(marks, first)
+    >>> len(found.said), found.auroc.value > 0.99
+    (100, True)
+    """
+    if isinstance(folds, bool) or not isinstance(folds, int) or folds < 2:
+        raise EstimateError(f"folds={folds!r} must be a whole number, at least 2")
+    ids = _ids(features, first, problems)
+    faulty = np.zeros(int(ids.max()) + 1, dtype=bool)
+    faulty[ids[[fault is not None for fault in first]]] = True
+    order = np.random.default_rng(seed).permutation(faulty.size)
+    part = np.empty(faulty.size, dtype=int)
+    part[order[np.argsort(faulty[order], kind="stable")]] = np.arange(faulty.size) % folds
+    part = part[ids]
+    detectors: list[Any] = [None] * len(first)
+    for fold in np.unique(part):
+        others = np.flatnonzero(part != fold)
+        detector = fit([features[i] for i in others], [first[i] for i in others], ridge=ridge)
+        for place in np.flatnonzero(part == fold):
+            detectors[place] = detector
+    return _judged(features, first, ids, detectors, fit(features, first, ridge=ridge))
+
+
+def _ids(features: Sequence[np.ndarray], first: Sequence[int | None], problems: Sequence[Any] | None) -> np.ndarray:
+    """A number for the problem of each chain."""
+    if problems is not None and len(problems) != len(first):
+        raise EstimateError(f"{len(first)} chains and {len(problems)} problems: give one per chain")
+    _stacked(features, first)
+    return np.unique(np.arange(len(first)) if problems is None else np.asarray(problems), return_inverse=True)[1]
+
+
+def _judged(
+    features: Sequence[np.ndarray], first: Sequence[int | None], ids: np.ndarray, detectors: Sequence[Detector],
+    detector: Detector,
+) -> Detection:  # fmt: skip
+    """What the detector of each chain, which has not seen its problem, makes of it."""
+    _, faulty, chain = _stacked(features, first)
     _enough(faulty)
-    area = auroc(detector.hazard(rows), faulty, ids[side["test"]][chain])
-    tested = list(zip(*parts["test"], strict=True))
-    said = [detector.first(rows) == fault for rows, fault in tested]
-    told = [detector.first(rows, faulty=True) == fault for rows, fault in tested if fault is not None]
-    found = [hit for hit, (_, fault) in zip(said, tested, strict=True) if fault is not None]
-    calm = [hit for hit, (_, fault) in zip(said, tested, strict=True) if fault is None]
+    times = np.bincount(chain)
+    scores = np.concatenate([d.hazard(f[:t]) for d, f, t in zip(detectors, features, times, strict=True)])
+    area = auroc(scores, faulty, ids[chain])
+    tested = list(zip(detectors, features, first, strict=True))
+    named = tuple(each.first(rows) for each, rows, _ in tested)
+    said = [name == fault for name, fault in zip(named, first, strict=True)]
+    told = [each.first(rows, faulty=True) == fault for each, rows, fault in tested if fault is not None]
+    found = [hit for hit, fault in zip(said, first, strict=True) if fault is not None]
+    calm = [hit for hit, fault in zip(said, first, strict=True) if fault is None]
     alarms = proportion(calm.count(False), len(calm)) if calm else None
     shares = (proportion(sum(hits), len(hits)) for hits in (said, told, found))
-    return Detection(area, *shares, alarms, detector)
+    return Detection(area, *shares, alarms, detector, scores, faulty, named)
 
 
 def auroc(scores: Any, positive: Any, clusters: Any = None) -> Estimate:

@@ -15,9 +15,9 @@ step 1, carry: 1 6 3 instead of 1 7 3: the carry out of the units digit is dropp
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from o1lab.chains import slips
+from o1lab.chains import loops, slips
 from o1lab.chains.render import STYLES, parse
 from o1lab.chains.samples import FAMILIES, Parsed, Produced, Sample, Step
 from o1lab.errors import ChainError, EstimateError, UnknownName
@@ -25,7 +25,7 @@ from o1lab.stats import Estimate, proportion
 
 KINDS = (
     "operand fetch", "operator fetch", "arithmetic", "carry", "premise reuse", "label", "format", "stopped early",
-    "ran over",
+    "ran over", "loop",
 )  # fmt: skip
 UNCLEAR = 0.05
 """Chance of an accidental fit above which a kind is not counted as known."""
@@ -38,12 +38,14 @@ class Fault:
     Attributes
     ----------
     step : int
-        1-based; for ``ran over`` one past the last step asked for.
+        1-based; for ``ran over``, and for a ``loop`` after the end, one past the last step asked for.
     kind : str
         ``operand fetch`` or ``operator fetch``: the step shows another one than its program entry has. ``carry``: one
         carry or borrow dropped or invented, or a result not wrapped. ``premise reuse``: the right operation on an
         earlier state. ``arithmetic``: any other wrong result (in hops and symbols a wrong fact or rewriting).
-        ``label``: a wrong step id. ``format``: cannot be read. ``stopped early``, ``ran over``.
+        ``label``: a wrong step id. ``format``: cannot be read. ``stopped early``, ``ran over``. ``loop``: what would
+        be ``label``, ``format`` or ``ran over``, but from there on the chain only repeats itself
+        (:mod:`o1lab.chains.loops`).
     expected, got : str
         What stands in gold and what was produced, as far as it is at fault.
     evidence : str
@@ -71,6 +73,11 @@ class Fault:
     def clear(self) -> bool:
         """Whether nothing else explains it, nor accident in more than 5 % of cases."""
         return not self.also and (self.chance <= UNCLEAR or self.kind != "premise reuse")
+
+    @property
+    def past_end(self) -> bool:
+        """Whether every step asked for is right, and the fault is that the chain went on."""
+        return self.kind == "ran over" or (self.kind == "loop" and not self.expected)
 
     def __str__(self) -> str:
         also = f" (or {', '.join(self.also)})" if self.also else ""
@@ -121,8 +128,19 @@ def localise(sample: Sample, produced: str | Parsed, style: str = "tokens") -> F
     >>> print(localise(sample, " ".join(sample.gold.split()[:6])))
     step 3, stopped early: 2 of 4 steps, then nothing more and no end mark
     """
-    language, chain = style == "language", _read(sample, produced, style)
-    steps = _renumbered(sample, chain.steps) if language else chain.steps
+    chain = _read(sample, produced, style)
+    steps = _renumbered(sample, chain.steps) if style == "language" else chain.steps
+    fault = _first(sample, chain, steps, style == "language")
+    if fault is None or fault.kind not in ("label", "format", "ran over"):
+        return fault
+    if (turn := loops.of_steps(steps, fault.step)) is None:
+        return fault
+    evidence = f"{fault.evidence}; to its end it repeats the same {turn.period}, {turn.times} times over"
+    return replace(fault, kind="loop", evidence=evidence)
+
+
+def _first(sample: Sample, chain: Parsed, steps: Sequence[Produced], language: bool) -> Fault | None:
+    """The first fault, whatever comes after it."""
     if not language and chain.rest:
         return Fault(1, "format", _text(sample.steps[0]), chain.rest, f"before the first step stands {chain.rest!r}")
     before = sample.start
@@ -172,7 +190,7 @@ def propagation(sample: Sample, produced: str | Parsed, fault: Fault, style: str
 
 def first_steps(faults: Iterable[Fault | None]) -> list[int | None]:
     """Step of each first fault for :mod:`o1lab.chains.survival`: a chain that only ran over was right to its end."""
-    return [None if fault is None or fault.kind == "ran over" else fault.step for fault in faults]
+    return [None if fault is None or fault.past_end else fault.step for fault in faults]
 
 
 def tally(faults: Iterable[Fault | None]) -> dict[str, Estimate]:

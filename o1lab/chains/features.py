@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -79,14 +80,33 @@ def step_ends(text: str, parsed: Parsed) -> list[int] | None:
     return ends if ends and words[: len(joined)] == joined else None
 
 
-def observations(results: Iterable[Any]) -> tuple[list[np.ndarray], list[int | None], list[str]]:
-    """Features, first faults and problems for :func:`o1lab.chains.detect.evaluate` from a reasoner's results.
+def line_ends(text: str, parsed: Parsed, tokenizer: Any, tokens: int) -> list[int] | None:
+    """Tokens up to the end of each step of a chain in language, where each step is a line that begins with "Step".
+
+    ``None`` where the lines are not the steps that were read, or the text does not give the ``tokens`` again that it
+    was made of (an end mark more or less is no matter).
+    """
+    starts = [
+        start for start, _ in tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+    ]
+    lines = [match.end() for match in re.finditer(r"(?im)^\W*step\b.*$", text)]
+    if not lines or len(lines) != len(parsed.steps) or abs(len(starts) - tokens) > 1:
+        return None
+    ends = [min(tokens, sum(start < end for start in starts)) for end in lines]
+    return ends if ends == sorted(set(ends)) else None
+
+
+def observations(results: Iterable[Any], tokenizer: Any = None) -> tuple[list[np.ndarray], list[int | None], list[str]]:
+    """Features, first faults and problems for :func:`o1lab.chains.detect.evaluate` from results.
 
     Parameters
     ----------
     results : iterable of o1lab.chains.report.Result
         With margins and entropies. Left out: chains without them, with nothing produced, with a number that is not
-        finite, and those whose first fault is at no step that was written (stopped early, ran over).
+        finite, with steps that do not stand on lines of their own (in language), and those whose first fault is at
+        no step that was written (stopped early, ran over).
+    tokenizer : optional
+        Of the model that wrote them; says that they are in language. Default: in the reasoner's tokens.
 
     Raises
     ------
@@ -98,14 +118,16 @@ def observations(results: Iterable[Any]) -> tuple[list[np.ndarray], list[int | N
         fault = result.fault
         if result.margins is None or result.entropies is None or result.problem:
             continue
-        ends = step_ends(result.text, parse(result.sample, result.text))
+        style = "tokens" if tokenizer is None else "language"
+        chain, length = parse(result.sample, result.text, style), len(result.margins)
+        ends = line_ends(result.text, chain, tokenizer, length) if tokenizer else step_ends(result.text, chain)
         numbers = np.array([result.margins, result.entropies], dtype=float)
         if ends is None or not np.isfinite(numbers).all() or ends[-1] > numbers.shape[1]:
             continue
-        if fault is None or (fault.step <= len(ends) and fault.kind != "ran over"):
+        if fault is None or (fault.step <= len(ends) and not fault.past_end):
             features.append(step_features(*numbers, ends))
             first.append(fault.step if fault else None)
             problems.append(result.sample.id)
     if not features:
-        raise EstimateError("no result has margins and entropies of steps: let evaluate keep scores")
+        raise EstimateError("no result has margins and entropies of steps that can be read: let evaluate keep scores")
     return features, first, problems

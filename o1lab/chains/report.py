@@ -256,7 +256,7 @@ class ChainReport:
             if fault and fault.kind == "format" and not formats:
                 fault, watched = None, fault.step - 1
             if watched > 0:
-                first.append(fault.step if fault and fault.kind != "ran over" else None)
+                first.append(fault.step if fault and not fault.past_end else None)
                 steps.append(watched)
         if not first:
             raise EstimateError("no step of any chain can be judged: see problems, capped and fault_kinds")

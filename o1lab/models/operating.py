@@ -6,6 +6,7 @@ per step therefore needs look-ups that never fail and a result that sometimes do
 trained model by weight noise in the last layer's feed-forward block, which comes after all look-ups, and finds the
 strength by bisection on problems of their own; ``between`` does the same on the line between two checkpoints of a run.
 Noise in the blocks of all layers disturbs look-ups: on ``symbols`` first faults then crowd at both ends of a chain.
+Along a chain the error is then the same at every step; in a longer program it may still be greater (LOG.md).
 
 ``python -m o1lab.models.operating runs/reasoner/model --out runs/calibrated`` does it and shows the hazard.
 """

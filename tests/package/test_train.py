@@ -238,10 +238,14 @@ def test_the_loss_falls_and_the_figure_shows_the_run(tmp_path):
         train.curve(tmp_path / "nothing")
 
 
-def test_an_interrupted_run_goes_on_to_the_bit(tmp_path):
-    whole = train.train(config(), tmp_path / "whole", device="cpu", say=lambda text: None)
+@pytest.mark.parametrize("pace", [0.0, 1e-9])  # by the clock; and so that all climb at the first look
+def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, monkeypatch, pace):
+    monkeypatch.setattr(training, "EVERY", 1)
+    monkeypatch.setattr("o1lab.models.ladder.ROWS", 1)
+    monkeypatch.setattr("o1lab.models.ladder.FIRST", 2)
+    whole = train.train(config(pace=pace, grow=1.0), tmp_path / "whole", device="cpu", say=lambda text: None)
     stopped = train.train(
-        config(), tmp_path / "cut", device="cpu", say=lambda text: None,
+        config(pace=pace, grow=1.0), tmp_path / "cut", device="cpu", say=lambda text: None,
         watch=lambda run: run.step == 4 and signal.raise_signal(signal.SIGINT),
     )  # fmt: skip
     assert (stopped.stopped, stopped.step) == ("interrupted", 4)
@@ -249,14 +253,18 @@ def test_an_interrupted_run_goes_on_to_the_bit(tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with (tmp_path / "cut" / "log.jsonl").open("a") as stream:
         stream.write('{"step": 5}\n{"ste')  # written after the checkpoint, and torn
-    resumed = train.train(config(), tmp_path / "cut", resume=True, device="cpu", say=lambda text: None)
+    resumed = train.train(
+        config(pace=pace, grow=1.0), tmp_path / "cut", resume=True, device="cpu", say=lambda text: None
+    )
     assert (resumed.stopped, resumed.step, resumed.tokens) == ("done", 6, whole.tokens)
     one, other = weights(whole), weights(resumed)
     assert one.keys() == other.keys()
     assert len(one) > 3 * 20  # weights and both moments
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert [row["step"] for row in train.history(tmp_path / "cut")] == [3, 4, 6]
-    longer = train.train(config(steps=8), tmp_path / "cut", resume=True, device="cpu", say=lambda text: None)
+    longer = train.train(
+        config(steps=8, pace=pace, grow=1.0), tmp_path / "cut", resume=True, device="cpu", say=lambda text: None
+    )
     assert longer.step == 8
 
 

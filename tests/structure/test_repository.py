@@ -28,8 +28,8 @@ MODULE_LINES, MODULE_WARNING = 400, 300
 # Lines of code (no docstrings, comments, blank lines) by part. The whole was to stay under 8 000 lines of text; the
 # leak lab outgrew that (LOG.md, "What size costs"), so each part now has a ceiling of its own, and growth is seen.
 CODE_LINES = {
-    "": 4200, "models": 2320, "memory": 7300, "memory/catalogue": 1200, "memory/rivals": 740,
-    "chains": 2560, "decoding": 1300, "kv": 3750, "attention": 1300,
+    "": 4200, "models": 2400, "memory": 7300, "memory/catalogue": 1200, "memory/rivals": 740,
+    "chains": 3000, "decoding": 1300, "kv": 3750, "attention": 1300,
 }  # fmt: skip
 APART = ("native", "gym", "rivals")  # extras that `make` does not install: one vendor's tracer, other people's tools
 SOURCES = sorted(paths.PACKAGE.rglob("*.py"))
