@@ -3,10 +3,9 @@
 Where a chain ends at a wrong step is decided by two things: whether the model finds what it needs, which depends on how
 much there is to search, and whether it then works out the right result, which does not. A model with a constant error
 per step therefore needs look-ups that never fail and a result that sometimes does. ``calibrate`` makes one from a fully
-trained model by weight noise in the last layer's feed-forward block, which comes after all look-ups, and finds the
-strength by bisection on problems of their own; ``between`` does the same on the line between two checkpoints of a run.
-Noise in the blocks of all layers disturbs look-ups: on ``symbols`` first faults then crowd at both ends of a chain.
-Along a chain the error is then the same at every step; in a longer program it may still be greater (LOG.md).
+trained model by noise in the weights of the last normalisation, which comes after all look-ups, and finds the strength
+by bisection on problems of their own; ``between`` does the same on the line between two checkpoints of a run. Noise in
+feed-forward blocks disturbs look-ups: the error then depends on the step or on the program's length (LOG.md).
 
 ``python -m o1lab.models.operating runs/reasoner/model --out runs/calibrated`` does it and shows the hazard.
 """
@@ -72,7 +71,7 @@ class Calibrated:
 
 
 def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int = 0, most: float = 4.0) -> Calibrated:
-    """Add noise to the last feed-forward weights of ``model``, in place, until it works at ``point``.
+    """Add noise to the last normalisation of ``model``, in place, until it works at ``point``.
 
     Parameters
     ----------
@@ -81,7 +80,7 @@ def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int 
     seed : int
         Of the noise and of the problems.
     most : float
-        Strongest noise tried, in standard deviations of each matrix.
+        Strongest noise tried, relative to the root mean square of the weights.
 
     Raises
     ------
@@ -92,7 +91,7 @@ def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int 
     clean = {name: weight.detach().clone() for name, weight in _inner(model)}
     generator = torch.Generator().manual_seed(seed)
     noise = {
-        name: (torch.randn(weight.shape, generator=generator) * weight.float().std().cpu()).to(weight)
+        name: (torch.randn(weight.shape, generator=generator) * weight.float().square().mean().sqrt().cpu()).to(weight)
         for name, weight in clean.items()
     }
 
@@ -182,8 +181,7 @@ class EarlyStop:
 
 
 def _inner(model: LlamaForCausalLM) -> list[tuple[str, torch.Tensor]]:
-    last = f".layers.{model.config.num_hidden_layers - 1}.mlp."
-    return [(name, weight) for name, weight in model.named_parameters() if last in name and weight.ndim == 2]
+    return [("model.norm.weight", model.model.norm.weight)]
 
 
 @dataclass(frozen=True)
@@ -242,9 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     except O1labError as error:
         print(error, file=sys.stderr)
         return 2
-    print(
-        f"noise {found.knob:.4f} of a standard deviation: {found.chosen:.1%} where chosen, {found.confirmed} elsewhere"
-    )
+    print(f"noise {found.knob:.4f} of the weights' size: {found.chosen:.1%} where chosen, {found.confirmed} elsewhere")
     for row in rows:
         print(
             f"N = {row.steps}: {row.accuracy}, predicted {row.predicted:.3f}; faults per step {row.early} | {row.late}"
