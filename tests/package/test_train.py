@@ -472,7 +472,7 @@ def test_the_first_n_problems_are_the_same_whatever_n_is(monkeypatch):
 
 
 def graded(monkeypatch, model, right):
-    """Let the accuracy of ``model`` be ``right(distance of the weights that take noise from now)``, as measured on n."""
+    """Let the accuracy of ``model`` be ``right(how far the weights that take noise have moved)``, as measured."""
     start = [w.detach().clone() for _, w in operating._inner(model)]  # the weights now
 
     def survival(model, variant, steps, n, seed):
