@@ -5,7 +5,8 @@ much there is to search, and whether it then works out the right result, which d
 per step therefore needs look-ups that never fail and a result that sometimes does. ``calibrate`` makes one from a fully
 trained model by noise in the weights of the last normalisation, which comes after all look-ups, and finds the strength
 by bisection on problems of their own; ``between`` does the same on the line between two checkpoints of a run. Noise in
-feed-forward blocks disturbs look-ups: the error then depends on the step or on the program's length (LOG.md).
+feed-forward blocks disturbs look-ups, and the error then depends on the step; that it also does not depend on the
+program's length is to be measured each time (``decay``, LOG.md).
 
 ``python -m o1lab.models.operating runs/reasoner/model --out runs/calibrated`` does it and shows the hazard.
 """
