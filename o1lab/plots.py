@@ -343,5 +343,6 @@ def captioned(figure: go.Figure, caption: str) -> go.Figure:
     )  # fmt: skip
     top = 22 + 27 * len(title) + (46 if figure.layout.showlegend else 16)
     bottom = 96 + 22 * len(lines)
-    copy.update_layout(title_text="<br>".join(title), margin={"t": top, "b": bottom}, height=top + PLOT_HEIGHT + bottom)
+    height = max(top + PLOT_HEIGHT + bottom, figure.layout.height or 0)  # a figure of several panels may ask for more
+    copy.update_layout(title_text="<br>".join(title), margin={"t": top, "b": bottom}, height=height)
     return copy

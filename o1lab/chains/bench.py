@@ -27,6 +27,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from o1lab.chains.problems import make, whole
 from o1lab.chains.render import gold, prompt
 from o1lab.chains.samples import FAMILIES, LABELS, TASKS, Sample
 from o1lab.errors import ChainError, O1labError
+from o1lab.stats import Estimate, proportion
 
 LENGTHS = (8, 16, 32, 64, 96, 128, 192, 256)
 PER_CELL = 512
@@ -42,6 +44,12 @@ SEED = 0
 VERSION = 1
 SHA256 = "c0e278330fb390444300a1f420d8ea6cd2383d0a355187fd94c70b2c83d3217a"
 """Of the main grid with the default seed, lengths and size: its JSON lines, family after family."""
+CELLS = {
+    "arithmetic": "ba7931ad 063ba9df 943ea0ee 59318a6b 99fa9205 ab181460 d3695b03 1edb8c67",
+    "symbols": "360ca0d8 a9043aed d6537cc6 04639605 53131b79 607bfc3f 0131e470 3d1aa411",
+    "hops": "c2c9496f 806fd9a3 1ea70978 c28f292c 8a5e89d3 5a73e7d8 7890a961 1994902c",
+}
+"""First eight digits of each cell's own SHA-256, by family, in the order of ``LENGTHS``."""
 
 _LATE = ((64, 8), (128, 8), (128, 32), (256, 32))
 FACTORS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -113,6 +121,63 @@ def sha256(samples: Iterable[Sample]) -> str:
     for sample in samples:
         digest.update(line(sample))
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What :func:`check` found: how many problems, the ids of those that are not valid, and the digest of all lines."""
+
+    problems: int
+    wrong: tuple[str, ...]
+    sha256: str
+
+    @property
+    def share(self) -> Estimate:
+        """Share of valid problems (Wilson)."""
+        return proportion(self.problems - len(self.wrong), self.problems)
+
+
+def check(lengths: Sequence[int] = LENGTHS, *, workers: int = 1) -> Checked:
+    """Make the main grid's cells of these lengths again, and replay each problem.
+
+    A problem is valid if its cell has the bytes that :data:`CELLS` says, if its line read back is the same problem,
+    worked again from its program, and if a replay of its chain, step by step, finds no fault.
+
+    Parameters
+    ----------
+    workers : int
+        Processes; they import the package, so the caller's main module must be importable (a notebook is).
+    """
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    cells = [(task, whole("lengths", steps, 1, LABELS)) for task in TASKS for steps in lengths]
+    digest, count, wrong = hashlib.sha256(), 0, []
+    with ProcessPoolExecutor(workers, get_context("spawn")) if workers > 1 else nullcontext() as pool:
+        for text, ids, bad in (pool.map if pool else map)(_cell, *zip(*cells, strict=True)):
+            digest.update(text)
+            count, wrong = count + len(ids), wrong + bad
+    return Checked(count, tuple(wrong), digest.hexdigest())
+
+
+def _cell(task: str, steps: int) -> tuple[bytes, list[str], list[str]]:
+    """Lines of a cell, ids of its problems, ids of those that are not valid."""
+    samples = make(task, steps, PER_CELL, SEED)
+    lines = [line(sample) for sample in samples]
+    text, ids = b"".join(lines), [sample.id for sample in samples]
+    if hashlib.sha256(text).hexdigest()[:8] != CELLS[task].split()[LENGTHS.index(steps)]:
+        return text, ids, ids
+    return text, ids, [sample.id for sample, one in zip(samples, lines, strict=True) if not _replays(sample, one)]
+
+
+def _replays(sample: Sample, text: bytes) -> bool:
+    """Whether a line is this problem, works again from its program, and shows no fault step by step."""
+    from o1lab.chains.faults import localise
+
+    try:
+        return Sample.from_dict(json.loads(text)) == sample and localise(sample, sample.gold) is None
+    except ChainError:
+        return False
 
 
 def read(path: str | Path) -> Iterator[Sample]:

@@ -152,6 +152,35 @@ def fit_hazard(
     return Hazard(link, estimates, p_values, str(reference), left_out, int(chain.size), faults)
 
 
+def onset_ratio(first: Sequence[int | None], steps: int | Sequence[int], onset: int) -> Estimate:
+    """Hazard past step ``onset`` over the hazard up to it: faults for each step taken, and nothing else in the model.
+
+    The interval is that of a ratio of two proportions (logarithm with half a fault added, Walter 1975); a step taken
+    counts once, whichever chain it belongs to.
+
+    Raises
+    ------
+    EstimateError
+        As :func:`watched`; no fault up to ``onset``, or no step past it.
+
+    Examples
+    --------
+    >>> print(onset_ratio([8, 16, 24, 40, None, None] * 20, 48, 24))
+    0.625 [0.3867, 1.043] × (n=120)
+    """
+    from statsmodels.stats.proportion import confint_proportions_2indep
+
+    times, faulty = watched(first, steps)
+    early, late = int(np.minimum(times, onset).sum()), int(np.maximum(times - onset, 0).sum())
+    faults = int((faulty & (times <= onset)).sum()), int((faulty & (times > onset)).sum())
+    if not faults[0] or not late:
+        raise EstimateError(f"{faults[0]} faults up to step {onset} and {late} steps past it: their ratio is unknown")
+    value = faults[1] / late / (faults[0] / early)
+    ends = confint_proportions_2indep(faults[1], late, faults[0], early, compare="ratio", method="log-adjusted")
+    low, high = min(float(ends[0]), value), max(float(ends[1]), value)
+    return Estimate(value, low, high, int(times.size), "×")
+
+
 def _per_chain(name: str, values: Sequence[Any], n: int) -> np.ndarray:
     if len(values) != n:
         raise EstimateError(f"{n} chains and {len(values)} entries in {name}: give one per chain")

@@ -2,7 +2,8 @@
 
 All of them change an entry after the forward pass that wrote it, so what a pass reads of its own tokens is exact and
 what later passes read of them is not: a prompt is attended to exactly, as in engines that prefill in full precision.
-Each entry is rounded once. Without a cache nothing happens.
+Each entry is rounded once. Without a cache nothing happens. With ``own=True`` entries are changed before anybody reads
+them, as in engines that attend to what they have stored: then one pass over a text gives what decoding it gives.
 """
 
 from __future__ import annotations
@@ -24,11 +25,21 @@ WHERE = ("decode", "all", "nowhere")
 
 
 class _Store(Intervention):
-    def __init__(self, change: Callable[[Tensor, bool], Tensor]) -> None:
-        self.change = change
+    def __init__(self, change: Callable[[Tensor, bool], Tensor], own: bool = False) -> None:
+        self.change, self.own = change, own
         self.written: set[int] = set()
 
+    def query(self, call: Call) -> Tensor:
+        if self.own and not call.tap.exact:
+            self.store(call)
+        return call.query
+
     def stored(self, call: Call) -> None:
+        if not self.own:
+            self.store(call)
+
+    def store(self, call: Call) -> None:
+        """Change the entries that this call wrote."""
         new = call.slots.new
         for entries in (call.key, call.value):
             if entries.requires_grad and torch.is_grad_enabled():
@@ -69,8 +80,8 @@ def cache_of(kwargs: dict[str, Any], output: Any = None) -> Any:
 
 
 @contextmanager
-def _storing(model: Any, change: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
-    model, store = plain(model), _Store(change)
+def _storing(model: Any, change: Callable[[Tensor, bool], Tensor], own: bool = False) -> Iterator[None]:
+    model, store = plain(model), _Store(change, own)
     with opened(model, store):
         hook = model.register_forward_hook(store.check, with_kwargs=True)
         try:
@@ -80,7 +91,7 @@ def _storing(model: Any, change: Callable[[Tensor, bool], Tensor]) -> Iterator[N
 
 
 @contextmanager
-def round_kv(model: Any, dtype: torch.dtype) -> Iterator[None]:
+def round_kv(model: Any, dtype: torch.dtype, *, own: bool = False) -> Iterator[None]:
     """Cached keys and values are rounded to ``dtype`` once, and read back in the model's own dtype.
 
     Parameters
@@ -90,6 +101,8 @@ def round_kv(model: Any, dtype: torch.dtype) -> Iterator[None]:
     dtype
         ``torch.float16`` or ``torch.bfloat16``; what is too large for fp16 becomes infinite. With the model's own dtype
         every bit stays.
+    own
+        Whether a pass reads its own tokens rounded, too.
 
     Notes
     -----
@@ -109,7 +122,7 @@ def round_kv(model: Any, dtype: torch.dtype) -> Iterator[None]:
     """
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise DecodingError(f"dtype={dtype!r}: give torch.float16, torch.bfloat16 or torch.float32")
-    with _storing(model, lambda new, _: new.to(dtype)):
+    with _storing(model, lambda new, _: new.to(dtype), own):
         yield
 
 
@@ -128,7 +141,7 @@ def quantise(x: Tensor, bits: int) -> Tensor:
 
 
 @contextmanager
-def quantise_kv(model: Any, bits: int) -> Iterator[None]:
+def quantise_kv(model: Any, bits: int, *, own: bool = False) -> Iterator[None]:
     """Cached keys and values go through ``bits``-bit codes once: asymmetric, one scale per token and head.
 
     Per token, not per channel: a token's codes then depend on nothing but the token, so a batch, its padding and the
@@ -141,6 +154,8 @@ def quantise_kv(model: Any, bits: int) -> Iterator[None]:
         A transformers decoder, or what :func:`o1lab.models.load` returns.
     bits
         2 to 8.
+    own
+        Whether a pass reads its own tokens quantised, too.
 
     Notes
     -----
@@ -148,7 +163,7 @@ def quantise_kv(model: Any, bits: int) -> Iterator[None]:
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
         raise DecodingError(f"bits={bits!r}: give a whole number from 2 to 8")
-    with _storing(model, lambda new, _: quantise(new, bits)):
+    with _storing(model, lambda new, _: quantise(new, bits), own):
         yield
 
 

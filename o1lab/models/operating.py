@@ -3,8 +3,10 @@
 Where a chain ends at a wrong step is decided by two things: whether the model finds what it needs, which depends on how
 much there is to search, and whether it then works out the right result, which does not. A model with a constant error
 per step therefore needs look-ups that never fail and a result that sometimes does. ``calibrate`` makes one from a fully
-trained model by weight noise in the feed-forward layers, where results are worked out, and finds the strength by
-bisection on problems of their own; ``between`` does the same on the line between two checkpoints of a run.
+trained model by noise in the weights of the last normalisation, which comes after all look-ups, and finds the strength
+by bisection on problems of their own; ``between`` does the same on the line between two checkpoints of a run. Noise in
+feed-forward blocks disturbs look-ups, and the error then depends on the step; that it also does not depend on the
+program's length is to be measured each time (``decay``, LOG.md).
 
 ``python -m o1lab.models.operating runs/reasoner/model --out runs/calibrated`` does it and shows the hazard.
 """
@@ -19,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import LlamaForCausalLM
 
 from o1lab.errors import O1labError, TrainingError
@@ -70,8 +71,8 @@ class Calibrated:
     tried: tuple[tuple[float, float], ...]
 
 
-def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int = 0, most: float = 1.0) -> Calibrated:
-    """Add noise to the feed-forward weights of ``model``, in place, until it works at ``point``.
+def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int = 0, most: float = 4.0) -> Calibrated:
+    """Add noise to the last normalisation of ``model``, in place, until it works at ``point``.
 
     Parameters
     ----------
@@ -80,7 +81,7 @@ def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int 
     seed : int
         Of the noise and of the problems.
     most : float
-        Strongest noise tried, in standard deviations of each matrix.
+        Strongest noise tried, relative to the root mean square of the weights.
 
     Raises
     ------
@@ -91,7 +92,7 @@ def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int 
     clean = {name: weight.detach().clone() for name, weight in _inner(model)}
     generator = torch.Generator().manual_seed(seed)
     noise = {
-        name: (torch.randn(weight.shape, generator=generator) * weight.float().std().cpu()).to(weight)
+        name: (torch.randn(weight.shape, generator=generator) * weight.float().square().mean().sqrt().cpu()).to(weight)
         for name, weight in clean.items()
     }
 
@@ -180,8 +181,8 @@ class EarlyStop:
         return True
 
 
-def _inner(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, weight) for name, weight in model.named_parameters() if ".mlp." in name and weight.ndim == 2]
+def _inner(model: LlamaForCausalLM) -> list[tuple[str, torch.Tensor]]:
+    return [("model.norm.weight", model.model.norm.weight)]
 
 
 @dataclass(frozen=True)
@@ -240,9 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     except O1labError as error:
         print(error, file=sys.stderr)
         return 2
-    print(
-        f"noise {found.knob:.4f} of a standard deviation: {found.chosen:.1%} where chosen, {found.confirmed} elsewhere"
-    )
+    print(f"noise {found.knob:.4f} of the weights' size: {found.chosen:.1%} where chosen, {found.confirmed} elsewhere")
     for row in rows:
         print(
             f"N = {row.steps}: {row.accuracy}, predicted {row.predicted:.3f}; faults per step {row.early} | {row.late}"

@@ -304,3 +304,20 @@ def test_real_puzzles_of_reasoning_gym(task):
         if task in ("chain_sum", "string_manipulation"):
             assert len(puzzle.states) == 6
             assert puzzle.states[-1] == puzzle.answer
+
+
+def test_cells_are_checked_by_their_bytes_and_by_replay(monkeypatch):
+    found = bench.check((8,))
+    assert (found.problems, found.wrong) == (3 * 512, ())
+    assert found.share.value == 1
+    assert found.sha256 == bench.sha256(bench.problems(lengths=(8,)))
+    monkeypatch.setitem(bench.CELLS, "hops", bench.CELLS["symbols"])
+    assert len(bench.check((8,)).wrong) == 512
+    sample = next(bench.problems("hops", lengths=(8,), n=1))
+    altered = bench.line(sample).replace(b'"state":"' + sample.answer.encode() + b'"', b'"state":"e63"')
+    assert bench._replays(sample, bench.line(sample))
+    assert not bench._replays(sample, altered)
+
+
+def test_workers_find_what_one_process_finds():
+    assert bench.check((8,), workers=2) == bench.check((8,))

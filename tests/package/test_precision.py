@@ -391,3 +391,14 @@ def test_a_head_that_is_tied_keeps_its_embedding():
         assert model(prompt(4)).logits.dtype == torch.float32
     assert model.lm_head.weight.data_ptr() == pointer
     assert model(prompt(4)).logits.dtype == torch.bfloat16
+
+
+def test_entries_changed_before_they_are_read_make_one_pass_what_decoding_is():
+    model, ids = build(), prompt(24)
+    for arm in (lambda: round_kv(model, torch.bfloat16, own=True), lambda: quantise_kv(model, 3, own=True)):
+        with arm(), torch.no_grad():
+            whole = model(ids, use_cache=False).logits[:, 7:-1]
+            _, stepwise = decode(model, ids[:, :8], steps=16, forced=ids[:, 8:])
+        torch.testing.assert_close(whole, stepwise, atol=2e-4, rtol=1e-4)
+        with torch.no_grad():
+            assert not torch.allclose(model(ids).logits[:, 7:-1], whole, atol=1e-3)

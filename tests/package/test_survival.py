@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from o1lab.chains import curves
 from o1lab.chains.curves import GEOMETRIC, RAJU_NETRAPALLI, WEIBULL, constant_hazard, fit_curves
-from o1lab.chains.hazard import fit_hazard
+from o1lab.chains.hazard import fit_hazard, onset_ratio
 from o1lab.chains.survival import kaplan_meier, per_step, predict, watched
 from o1lab.errors import EstimateError
 from o1lab.stats import Estimate, proportion
@@ -352,3 +352,25 @@ def test_a_hazard_without_a_shape_is_refused():
         constant_hazard([7] * 12 + [None] * 5, 9)
     with pytest.raises(EstimateError, match="9 faults"):
         constant_hazard(list(range(1, 10)), 9)
+
+
+def test_the_ratio_of_hazards_counts_faults_by_steps_taken():
+    # steps 1 and 2: 1 + 4 · 2 taken, 2 faults; steps 3 and 4: 1 + 2 · 2 taken, 1 fault
+    found = onset_ratio([1, 2, 3, None, None], 4, 2)
+    assert found.value == pytest.approx((1 / 5) / (2 / 9))
+    assert found.low < found.value < found.high
+    with pytest.raises(EstimateError, match="0 faults up to step 2"):
+        onset_ratio([3, None], 4, 2)
+    with pytest.raises(EstimateError, match="0 steps past it"):
+        onset_ratio([1, 2], 4, 2)
+    assert onset_ratio([1, None, None], 4, 2).value == 0
+
+
+def test_the_ratio_of_hazards_covers_the_true_one():
+    inside = 0
+    for seed in range(200):
+        rates = np.where(np.arange(1, 129) <= 96, 0.006, 0.012)
+        wrong = np.random.default_rng(seed).random((512, 128)) < rates
+        found = onset_ratio([int(row.argmax()) + 1 if row.any() else None for row in wrong], 128, 96)
+        inside += found.low <= 2 <= found.high
+    assert inside >= 182  # 95 % of 200, less 3 standard deviations
