@@ -3,10 +3,10 @@
 Where a chain ends at a wrong step is decided by two things: whether the model finds what it needs, which depends on how
 much there is to search, and whether it then works out the right result, which does not. A model with a constant error
 per step therefore needs look-ups that never fail and a result that sometimes does. ``calibrate`` makes one from a fully
-trained model by noise in the weights of the last normalisation, which comes after all look-ups, and finds the strength
-by bisection on problems of their own; ``between`` does the same on the line between two checkpoints of a run. Noise in
-feed-forward blocks disturbs look-ups, and the error then depends on the step; that it also does not depend on the
-program's length is to be measured each time (``decay``, LOG.md).
+trained model by noise in the embeddings of the tokens that results are written in (letters, numbers, entities), and
+finds the strength by bisection on problems of their own; ``between`` does the same on the line between two checkpoints
+of a run. Noise in feed-forward blocks, in the last normalisation or in the step ids disturbs look-ups too: the error
+then depends on the step or on the program's length (LOG.md). That it does not is to be measured each time (``decay``).
 
 ``python -m o1lab.models.operating runs/reasoner/model --out runs/calibrated`` does it and shows the hazard.
 """
@@ -24,9 +24,14 @@ import torch
 from transformers import LlamaForCausalLM
 
 from o1lab.errors import O1labError, TrainingError
-from o1lab.models import measure, reasoner
+from o1lab.models import measure, reasoner, vocabulary
 from o1lab.stats import Estimate
 
+RESULTS = {
+    "modular": (vocabulary.NUMBER, vocabulary.NUMBERS), "digits": (vocabulary.NUMBER, 10),
+    "symbols": (vocabulary.LETTER, len(vocabulary.LETTERS)), "hops": (vocabulary.ENTITY, vocabulary.ENTITIES),
+}  # fmt: skip
+"""The tokens that a variant's results are written in: the first id, and how many."""
 ROUNDS = 14
 """Most bisections: a strength to one part in 16,000 of the bracket."""
 
@@ -72,7 +77,7 @@ class Calibrated:
 
 
 def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int = 0, most: float = 4.0) -> Calibrated:
-    """Add noise to the last normalisation of ``model``, in place, until it works at ``point``.
+    """Add noise to the embeddings of result tokens of ``model``, in place, until it works at ``point``.
 
     Parameters
     ----------
@@ -89,7 +94,8 @@ def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int 
         The model is not better than the point as it is, or not worse with the strongest noise, or the accuracy jumps
         over the point. The weights are as before then.
     """
-    clean = {name: weight.detach().clone() for name, weight in _inner(model)}
+    point = point or Point()
+    clean = {name: weight.detach().clone() for name, weight in _inner(model, point.variant)}
     generator = torch.Generator().manual_seed(seed)
     noise = {
         name: (torch.randn(weight.shape, generator=generator) * weight.float().square().mean().sqrt().cpu()).to(weight)
@@ -98,10 +104,10 @@ def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int 
 
     def turn(strength: float) -> None:
         with torch.no_grad():
-            for name, weight in _inner(model):
+            for name, weight in _inner(model, point.variant):
                 weight.copy_((clean[name] + strength * noise[name]).half())  # as it will be saved
 
-    return _search(model, turn, point or Point(), seed, most)
+    return _search(model, turn, point, seed, most)
 
 
 def between(
@@ -181,8 +187,9 @@ class EarlyStop:
         return True
 
 
-def _inner(model: LlamaForCausalLM) -> list[tuple[str, torch.Tensor]]:
-    return [("model.norm.weight", model.model.norm.weight)]
+def _inner(model: LlamaForCausalLM, variant: str) -> list[tuple[str, torch.Tensor]]:
+    first, count = RESULTS[variant]
+    return [("results", model.model.embed_tokens.weight[first : first + count])]
 
 
 @dataclass(frozen=True)

@@ -473,11 +473,14 @@ def test_the_first_n_problems_are_the_same_whatever_n_is(monkeypatch):
 
 def graded(monkeypatch, model, right):
     """Let the accuracy of ``model`` be ``right(how far the weights that take noise have moved)``, as measured."""
-    start = [w.detach().clone() for _, w in operating._inner(model)]  # the weights now
+    start = [w.detach().clone() for _, w in operating._inner(model, "modular")]  # the weights now
 
     def survival(model, variant, steps, n, seed):
         moved = (
-            sum(float((w.detach() - s).norm() ** 2) for (_, w), s in zip(operating._inner(model), start, strict=True))
+            sum(
+                float((w.detach() - s).norm() ** 2)
+                for (_, w), s in zip(operating._inner(model, "modular"), start, strict=True)
+            )
             ** 0.5
         )
         rows = torch.rand(n, generator=generator(seed)).numpy() < right(moved)
@@ -489,15 +492,19 @@ def graded(monkeypatch, model, right):
 
 def test_noise_is_turned_up_until_the_accuracy_is_the_one_asked_for(monkeypatch):
     model = reasoner.build("tiny")
-    head = model.lm_head.weight.clone()
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
     graded(monkeypatch, model, lambda moved: float(np.exp(-moved / 3)))
     found = operating.calibrate(model, operating.Point(problems=4096), seed=1)
     assert abs(found.chosen - 0.826) <= 0.015
     assert abs(found.confirmed.value - 0.826) < 0.04
     assert found.confirmed.n == 4096
-    assert 0 < found.knob < 1
-    assert torch.equal(head, model.lm_head.weight)
-    for _, weight in operating._inner(model):
+    assert found.knob > 0
+    moved = {name: (weight != before[name]).nonzero()[:, 0].unique() for name, weight in model.named_parameters()}
+    numbers = range(vocabulary.NUMBER, vocabulary.NUMBER + vocabulary.NUMBERS)
+    assert {name: rows.tolist() for name, rows in moved.items() if len(rows)} == {
+        "model.embed_tokens.weight": list(numbers)
+    }
+    for _, weight in operating._inner(model, "modular"):
         assert torch.equal(weight, weight.half().float())  # what is saved is what was measured
 
 
@@ -507,12 +514,15 @@ def test_noise_is_turned_up_until_the_accuracy_is_the_one_asked_for(monkeypatch)
 ])  # fmt: skip
 def test_a_point_that_cannot_be_reached_is_an_error_and_leaves_the_weights(monkeypatch, right, words):
     model = reasoner.build("tiny")
-    for _, weight in operating._inner(model):
-        weight.data = weight.data.half().float()
+    for _, weight in operating._inner(model, "modular"):
+        with torch.no_grad():
+            weight.copy_(weight.half())
     start = graded(monkeypatch, model, right)
     with pytest.raises(TrainingError, match=words):
         operating.calibrate(model, operating.Point(problems=512))
-    assert all(torch.equal(one, other) for one, (_, other) in zip(start, operating._inner(model), strict=True))
+    assert all(
+        torch.equal(one, other) for one, (_, other) in zip(start, operating._inner(model, "modular"), strict=True)
+    )
 
 
 def test_a_run_stops_at_its_point_and_is_taken_back_if_it_jumped_over(monkeypatch, tmp_path):
@@ -538,7 +548,8 @@ def test_between_two_checkpoints_the_weights_lie_on_a_line(monkeypatch):
     model, other = reasoner.build("tiny", seed=0), reasoner.build("tiny", seed=1)
     other.model.norm.weight.data += 1
     good = {name: weight.clone() for name, weight in model.state_dict().items()}
-    far = sum(float((w.detach() - good[n]).norm() ** 2) for n, w in operating._inner(other)) ** 0.5
+    ((_, one),), ((_, far_end),) = (operating._inner(net, "modular") for net in (model, other))
+    far = float((one - far_end).norm())
     graded(monkeypatch, model, lambda moved: 1 - 0.5 * moved / far)
     found = operating.between(model, good, other.state_dict(), operating.Point(problems=4096))
     assert abs(found.knob - 0.348) < 0.05
