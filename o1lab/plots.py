@@ -199,7 +199,9 @@ def broken_vs_fixed(
     else:
         figure.update_layout(showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"}, bargap=0.3)
         figure.update_layout(margin={"r": 40, "t": 100}, xaxis_type="category")
-    figure.update_layout(title_text="<br>".join(textwrap.wrap(title, TITLE_COLUMNS)), template="o1lab")
+    figure.update_layout(
+        title_text="<br>".join(textwrap.wrap(title, TITLE_COLUMNS, break_on_hyphens=False)), template="o1lab"
+    )
     figure.update_xaxes(title_text=x_title)
     figure.update_yaxes(title_text=y_title, type="log" if log_y else "linear")
     return figure
@@ -335,7 +337,7 @@ def show(figure: go.Figure, caption: str, name: str | None = None) -> dict[str, 
 def captioned(figure: go.Figure, caption: str) -> go.Figure:
     """A copy of ``figure`` with ``caption`` wrapped below its plot, under the axis title."""
     copy = go.Figure(figure)
-    title = textwrap.wrap((figure.layout.title.text or "").replace("<br>", " "), TITLE_COLUMNS)
+    title = textwrap.wrap((figure.layout.title.text or "").replace("<br>", " "), TITLE_COLUMNS, break_on_hyphens=False)
     lines = textwrap.wrap(caption, TEXT_COLUMNS)
     copy.add_annotation(
         text="<br>".join(lines), xref="paper", yref="paper", x=0, y=0, xanchor="left", yanchor="top", yshift=-76,

@@ -182,4 +182,4 @@ def _second_cue(role: str, used: list[str]) -> tuple[str, str]:
 
 
 def _wrapped(title: str) -> str:
-    return "<br>".join(textwrap.wrap(title, plots.TITLE_COLUMNS))
+    return "<br>".join(textwrap.wrap(title, plots.TITLE_COLUMNS, break_on_hyphens=False))

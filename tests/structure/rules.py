@@ -463,6 +463,18 @@ def plain_python(page: Page) -> list[str]:
 
 
 @rule
+def no_figure_shown_twice(page: Page) -> list[str]:
+    """``lab.estimate`` and ``lab.record`` print what they record; as a cell's last value it would be shown again."""
+    found = []
+    for cell in page.code:
+        last = cell.tree.body[-1] if cell.tree and cell.tree.body else None
+        called = ast.unparse(last.value.func) if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) else ""
+        if called in ("lab.estimate", "lab.record") and not "".join(cell.lines).rstrip().endswith(";"):
+            found.append(f"cell {cell.place}: end {called}(…) with a semicolon")
+    return found
+
+
+@rule
 def comments_are_not_narrative(page: Page) -> list[str]:
     found = []
     for cell in page.code:

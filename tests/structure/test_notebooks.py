@@ -167,6 +167,8 @@ PLANTED: list[tuple[str, Edit]] = [
     ("file_size", append("markdown", "word " * 40_000)),
     ("plain_python", append("code", "%timeit 1")),
     ("plain_python", append("code", "!ls")),
+    ("no_figure_shown_twice", append("code", "lab.estimate('a', 1)")),
+    ("no_figure_shown_twice", append("code", "x = 1\nlab.record('a', 1, low=0, high=2, n=3, unit='')")),
     ("comments_are_not_narrative", append("code", "# First we add\nx = 1")),
     ("comments_are_not_narrative", append("code", "x = 1\n# first\n# second\ny = 2")),
     ("no_machine_paths", append("code", "import sys\nsys.path.append('x')")),
