@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from o1lab.chains import render
+from o1lab.chains.changes import changes
 from o1lab.chains.report import ChainReport, Result
 from o1lab.chains.results_file import ResultsFile
 from o1lab.chains.samples import Sample
@@ -237,7 +238,8 @@ def _marks(model: Any) -> dict[str, Any]:
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
         bits = weight.detach().contiguous().view(whole)
         total.update(f"{name} {tuple(weight.shape)} {int(bits.sum(dtype=torch.int64))} ".encode())
-    return {"model": model.source, "weights": total.hexdigest()[:16], "dtype": str(model.dtype)}
+    marks = {"model": model.source, "weights": total.hexdigest()[:16], "dtype": str(model.dtype)}
+    return marks | ({"changes": found} if (found := changes(model.model)) else {})
 
 
 def _digest(samples: list[Any], prompts: list[str]) -> str:

@@ -51,8 +51,10 @@ class _Store(Intervention):
         """Forward hook: what attention was given, and was changed here, has to be what the cache keeps."""
         written, self.written = self.written, set()
         for layer in getattr(cache_of(kwargs, output), "layers", ()):
-            keys = None if isinstance(layer, History) else getattr(layer, "keys", None)
-            if keys is not None and written and keys.untyped_storage().data_ptr() not in written:
+            if isinstance(layer, History) or not written:
+                continue
+            keys = getattr(layer, "keys", None)  # None where pages hold them
+            if keys is None or keys.untyped_storage().data_ptr() not in written:
                 raise DecodingError(f"a {type(layer).__name__} keeps copies of its entries: use a DynamicCache")
 
 

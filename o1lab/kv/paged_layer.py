@@ -33,10 +33,12 @@ class PagedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens stored."""
+        self._cache._open()  # a released cache is not to be asked
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that the next ``query_length`` queries will meet, and the position of the first: 0."""
+        self._cache._open()
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:

@@ -1291,3 +1291,12 @@ def test_a_garbled_restore_is_noticed(verify, noticed):
 def test_the_default_recomputation_makes_a_cache_of_the_same_shape():
     cache = bench.prefill(bench.Setting("cpu", KVShape(2, 2, 32), 48, 4096, 1 << 16))(40).past_key_values
     assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 2, 40, 32)] * 2
+
+
+@pytest.mark.parametrize("wrong", [
+    {"batch_pages": 0}, {"batch_pages": -3}, {"batch_pages": 1.5}, {"in_flight_pages": 0}, {"in_flight_pages": True},
+    {"patience_s": -1.0}, {"patience_s": float("nan")}, {"overdue": float("nan")}, {"shield": -1.0},
+])  # fmt: skip
+def test_a_policy_that_could_not_work_is_refused(wrong):
+    with pytest.raises(PoolError, match=f"{next(iter(wrong))}="):
+        Policy(**wrong)

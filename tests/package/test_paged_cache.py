@@ -652,3 +652,28 @@ def test_paged_attention_says_what_it_cannot_do():
             paged_attention(None, query, step, step, None, **asked)
     with pytest.raises(CacheError, match="functions of positions"):
         padding(1, 3, 3, use_vmap=True)
+
+
+def test_a_released_cache_in_generate_says_that_it_was_released():
+    model, given = model_of("llama"), prompts(1)
+    cache = PagedCache(model.config, pool_of(model))
+    generated(model, given, cache, attention="sdpa")
+    cache.release()
+    with pytest.raises(CacheError, match="released"):
+        generated(model, given, cache, attention="sdpa")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_lossy_cache_that_pages_would_not_keep_is_an_error(own):
+    """The gathered keys are a copy: what is changed there is not what the pages hold."""
+    from o1lab.decoding import quantise_kv
+    from o1lab.errors import DecodingError
+
+    model, given = model_of("llama"), prompts(1)
+    model.set_attn_implementation("sdpa")
+    with (
+        PagedCache(model.config, pool_of(model)) as cache,
+        quantise_kv(model, bits=2, own=own),
+        pytest.raises(DecodingError, match="keeps copies of its entries: use a DynamicCache"),
+    ):
+        model.generate(**given, past_key_values=cache, max_new_tokens=3, do_sample=False)
