@@ -160,6 +160,13 @@ def pool_for(
     >>> pool_for(config, 1000, device="meta", dtype=torch.bfloat16)
     PagePool(24 pages of 16384 bytes on meta, 24 free)
     """
+    for name, value in (("tokens", tokens), ("page_tokens", page_tokens)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CacheError(f"{name}={value!r}: a whole number, at least 1")
+    if not isinstance(dtype, torch.dtype):
+        raise CacheError(f"dtype={dtype!r}: give a torch dtype, such as torch.bfloat16")
+    if not hasattr(config, "get_text_config"):
+        raise CacheError(f"a {type(config).__name__} is no transformers config: give model.config")
     config = config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     heads = Heads.of(config, window)

@@ -158,7 +158,7 @@ class PagePool:
         """
         with self._lock:
             space = self._space
-            if n == 1 and after is None and space.count:
+            if n == 1 and n.__class__ is int and after is None and space.count:
                 page = space.one()
                 self._holder[page] = owner
                 pages = [page]

@@ -47,6 +47,13 @@ class Tiers:
         self, pool: PagePool, host: PagePool, policy: Policy | None = None, *,
         clock: Callable[[], float] = time.monotonic, lane: Lane | None = None, back: Lane | None = None,
     ) -> None:  # fmt: skip
+        for name, given in (("pool", pool), ("host", host)):
+            if not isinstance(given, PagePool):
+                raise PoolError(
+                    f"{name} is a {type(given).__name__}: give a PagePool (host_pool makes one for the host)"
+                )
+        if pool is host:
+            raise PoolError("pool and host are the same: pages need another pool to go to")
         self.pool, self.host, self.policy, self.clock = pool, host, policy or Policy(), clock
         check = self.policy.verify
         self.lane = lane or Lane(pool, host, workers=2, verify=check != "none")

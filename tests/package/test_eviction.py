@@ -1300,3 +1300,10 @@ def test_the_default_recomputation_makes_a_cache_of_the_same_shape():
 def test_a_policy_that_could_not_work_is_refused(wrong):
     with pytest.raises(PoolError, match=f"{next(iter(wrong))}="):
         Policy(**wrong)
+
+
+def test_pools_that_could_not_hold_copies_are_refused():
+    pool = PagePool(1 << 20, device="cpu", page_bytes=1 << 16, chunk_bytes=1 << 20)
+    for wrong in (None, pool):
+        with pytest.raises(PoolError, match="host is a NoneType|are the same"):
+            EvictingPool(pool, wrong)

@@ -677,3 +677,13 @@ def test_a_lossy_cache_that_pages_would_not_keep_is_an_error(own):
         pytest.raises(DecodingError, match="keeps copies of its entries: use a DynamicCache"),
     ):
         model.generate(**given, past_key_values=cache, max_new_tokens=3, do_sample=False)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    ({"tokens": 1.5}, "tokens=1.5"), ({"tokens": -4}, "tokens=-4"), ({"page_tokens": 0}, "page_tokens=0"),
+    ({"dtype": "float32"}, "dtype='float32'"), ({"config": None}, "no transformers config"),
+])  # fmt: skip
+def test_a_pool_for_nonsense_is_refused(wrong, words):
+    given = {"config": config(), "tokens": 64, "device": "cpu", "dtype": torch.float32, **wrong}
+    with pytest.raises(CacheError, match=words):
+        pool_for(**given)
