@@ -199,9 +199,7 @@ def broken_vs_fixed(
     else:
         figure.update_layout(showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"}, bargap=0.3)
         figure.update_layout(margin={"r": 40, "t": 100}, xaxis_type="category")
-    figure.update_layout(
-        title_text="<br>".join(textwrap.wrap(title, TITLE_COLUMNS, break_on_hyphens=False)), template="o1lab"
-    )
+    figure.update_layout(title_text=titled(title), template="o1lab")
     figure.update_xaxes(title_text=x_title)
     figure.update_yaxes(title_text=y_title, type="log" if log_y else "linear")
     return figure
@@ -334,17 +332,26 @@ def show(figure: go.Figure, caption: str, name: str | None = None) -> dict[str, 
     return data
 
 
+def titled(title: str, columns: int = TITLE_COLUMNS) -> str:
+    """A figure's title, broken into lines; not at hyphens, as the report joins the lines again.
+
+    >>> titled("votes and re-grounding", 12)
+    'votes and<br>re-grounding'
+    """
+    return "<br>".join(textwrap.wrap(title, columns, break_on_hyphens=False))
+
+
 def captioned(figure: go.Figure, caption: str) -> go.Figure:
     """A copy of ``figure`` with ``caption`` wrapped below its plot, under the axis title."""
     copy = go.Figure(figure)
-    title = textwrap.wrap((figure.layout.title.text or "").replace("<br>", " "), TITLE_COLUMNS, break_on_hyphens=False)
+    title = titled((figure.layout.title.text or "").replace("<br>", " "))
     lines = textwrap.wrap(caption, TEXT_COLUMNS)
     copy.add_annotation(
         text="<br>".join(lines), xref="paper", yref="paper", x=0, y=0, xanchor="left", yanchor="top", yshift=-76,
         showarrow=False, align="left", font={"size": TEXT, "color": "#444444"}, name="caption",
     )  # fmt: skip
-    top = 22 + 27 * len(title) + (46 if figure.layout.showlegend else 16)
+    top = 22 + 27 * (title.count("<br>") + bool(title)) + (46 if figure.layout.showlegend else 16)
     bottom = 96 + 22 * len(lines)
     height = max(top + PLOT_HEIGHT + bottom, figure.layout.height or 0)  # a figure of several panels may ask for more
-    copy.update_layout(title_text="<br>".join(title), margin={"t": top, "b": bottom}, height=height)
+    copy.update_layout(title_text=title, margin={"t": top, "b": bottom}, height=height)
     return copy

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -159,8 +158,8 @@ def planted_figure(hits: pd.DataFrame) -> go.Figure:
 
 
 def _titled(figure: go.Figure, title: str, x_title: str, y_title: str, *, legend: bool = False) -> go.Figure:
-    lines = textwrap.wrap(title, plots.TITLE_COLUMNS)
-    figure.update_layout(title_text="<br>".join(lines), template="o1lab", showlegend=legend)
-    figure.update_layout(margin={"r": 40, "t": 60 + 26 * len(lines) + 30 * legend})
+    lines = plots.titled(title)
+    figure.update_layout(title_text=lines, template="o1lab", showlegend=legend)
+    figure.update_layout(margin={"r": 40, "t": 60 + 26 * (lines.count("<br>") + 1) + 30 * legend})
     figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
     return figure.update_xaxes(title_text=x_title).update_yaxes(title_text=y_title)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -87,7 +86,7 @@ def survival(panels: Mapping[str, Sequence[Curve]], title: str) -> go.Figure:
         figure.update_layout({legend: {**box, "bgcolor": "rgba(255,255,255,0.8)", "font": {"size": 14}}})
     figure.update_xaxes(title_text="step of the chain", **plots.AXIS)
     figure.update_yaxes(title_text="right so far (%)", range=[-3, 103], **plots.AXIS)
-    figure.update_layout(title_text=_wrapped(title), template="o1lab", showlegend=True, height=PANELS_HEIGHT,
+    figure.update_layout(title_text=plots.titled(title), template="o1lab", showlegend=True, height=PANELS_HEIGHT,
                          margin={"r": 30}, hovermode="closest")  # fmt: skip
     return figure
 
@@ -132,7 +131,7 @@ def hazard(rates: Sequence[Rate], title: str, *, mark: int | None = None) -> go.
         figure.add_vline(x=mark + 0.5, line={"color": "#444444", "width": 1, "dash": "dash"})
         figure.add_annotation(x=mark + 0.5, y=1, yref="paper", text=f"step {mark}", showarrow=False, xanchor="left",
                               xshift=4, yanchor="top")  # fmt: skip
-    figure.update_layout(title_text=_wrapped(title), template="o1lab", showlegend=True, margin={"r": 30},
+    figure.update_layout(title_text=plots.titled(title), template="o1lab", showlegend=True, margin={"r": 30},
                          legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"}, hovermode="closest")  # fmt: skip
     figure.update_xaxes(title_text="step of the chain")
     figure.update_yaxes(
@@ -168,7 +167,7 @@ def dots(
     if margin is not None:
         figure.add_vrect(x0=-margin, x1=margin, fillcolor="#d9d9d9", line_width=0, layer="below")
         figure.add_vline(x=0, line={"color": "#444444", "width": 1})
-    figure.update_layout(title_text=_wrapped(title), template="o1lab", margin={"r": 30}, hovermode="closest",
+    figure.update_layout(title_text=plots.titled(title), template="o1lab", margin={"r": 30}, hovermode="closest",
                          height=260 + 42 * len(rows))  # fmt: skip
     figure.update_xaxes(title_text=x_title)
     figure.update_yaxes(title_text="what is changed", title_standoff=24, autorange="reversed", type="category")
@@ -179,7 +178,3 @@ def _second_cue(role: str, used: list[str]) -> tuple[str, str]:
     """Dash and symbol of a line, so that two of one role can be told apart; ``used`` is kept."""
     used.append(role)
     return AGAIN[min(used.count(role), len(AGAIN)) - 1] or (plots.STYLES[role].dash, plots.STYLES[role].symbol)
-
-
-def _wrapped(title: str) -> str:
-    return "<br>".join(textwrap.wrap(title, plots.TITLE_COLUMNS, break_on_hyphens=False))

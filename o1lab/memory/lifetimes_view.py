@@ -6,7 +6,6 @@ comes and goes on top. Below: the blocks that hold most for longest, one bar eac
 
 from __future__ import annotations
 
-import textwrap
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +63,7 @@ def drawn(lives: Lifetimes) -> go.Figure:
     title = next((note.split(",")[0].capitalize() for note in lives.notes if note.startswith("no history")), title)
     span = (lives.end_us - lives.begin_us) / scale
     figure.update_layout(
-        template="o1lab", title_text="<br>".join(textwrap.wrap(title, plots.TITLE_COLUMNS)), height=680,
+        template="o1lab", title_text=plots.titled(title), height=680,
         barmode="overlay", hovermode="closest", margin={"l": 96, "r": 190, "t": 84, "b": 70},
     )  # fmt: skip
     figure.update_xaxes(range=[-0.01 * span, 1.01 * span], title_text=f"time since the first entry ({unit})")

@@ -272,12 +272,12 @@ def load(folder: str | Path | None = None, device: Any = None, dtype: Any = None
     Raises
     ------
     ModelError
-        No weights are there: this version ships none yet, ``python -m o1lab.models.train`` makes them.
+        The package was installed without its weights; ``python -m o1lab train --kind coupled`` makes others.
     """
     from o1lab import models
 
     if folder is None and not WEIGHTS.is_dir():
-        raise ModelError("no weights are shipped yet: train them (python -m o1lab.models.train) and give their folder")
+        raise ModelError("the weights are not in this installation: train some (python -m o1lab train --kind coupled)")
     place = models._device(device)
     kind = models._dtype(dtype, place)
     source = "coupled ids, no positions: the sibling for attention dilution"

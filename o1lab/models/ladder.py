@@ -53,8 +53,9 @@ class Ladder:
     def saw(self, kind: str, steps: int, right: torch.Tensor) -> None:
         """Count chains of N = ``steps``: ``right`` says for each whether all of it is; short ones do not count."""
         if steps >= 0.7 * self.at(kind):
-            counted = torch.stack([right.sum(), torch.full_like(right.sum(), right.numel())])
-            self._seen[self.kinds.index(kind)] += counted
+            seen = self._seen[self.kinds.index(kind)]
+            seen[0] += right.sum()
+            seen[1] += right.numel()
 
     def climb(self) -> None:
         """Let each kind that is ready climb one rung."""

@@ -95,17 +95,14 @@ def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int 
         over the point. The weights are as before then.
     """
     point = point or Point()
-    clean = {name: weight.detach().clone() for name, weight in _inner(model, point.variant)}
+    clean = _results(model, point.variant).detach().clone()
     generator = torch.Generator().manual_seed(seed)
-    noise = {
-        name: (torch.randn(weight.shape, generator=generator) * weight.float().square().mean().sqrt().cpu()).to(weight)
-        for name, weight in clean.items()
-    }
+    noise = torch.randn(clean.shape, generator=generator) * clean.float().square().mean().sqrt().cpu()
+    noise = noise.to(clean)
 
     def turn(strength: float) -> None:
         with torch.no_grad():
-            for name, weight in _inner(model, point.variant):
-                weight.copy_((clean[name] + strength * noise[name]).half())  # as it will be saved
+            _results(model, point.variant).copy_((clean + strength * noise).half())  # as it will be saved
 
     return _search(model, turn, point, seed, most)
 
@@ -187,9 +184,10 @@ class EarlyStop:
         return True
 
 
-def _inner(model: LlamaForCausalLM, variant: str) -> list[tuple[str, torch.Tensor]]:
+def _results(model: LlamaForCausalLM, variant: str) -> torch.Tensor:
+    """The embeddings of the tokens that results are written in: a view, so that writing to it changes the model."""
     first, count = RESULTS[variant]
-    return [("results", model.model.embed_tokens.weight[first : first + count])]
+    return model.model.embed_tokens.weight[first : first + count]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What a training run does and where it stands: its settings, its problems, one optimiser step.
 
-What step i sees follows from the seed, i, and how far the kinds have
-come: the kinds of steps (operands, digits, rules, entities) come in one after the other, and chains grow from a few
-steps to ``longest`` as they are mastered (:mod:`~o1lab.models.ladder`) or, for the coupled model, by the clock.
+What step i sees follows from the seed, i, and how far the kinds have come: the kinds of steps (operands, digits, rules,
+entities) come in one after the other, and chains grow from a few steps to ``longest`` as they are mastered
+(:mod:`~o1lab.models.ladder`) or, for the coupled model, by the clock.
 """
 
 from __future__ import annotations

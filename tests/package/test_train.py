@@ -473,16 +473,10 @@ def test_the_first_n_problems_are_the_same_whatever_n_is(monkeypatch):
 
 def graded(monkeypatch, model, right):
     """Let the accuracy of ``model`` be ``right(how far the weights that take noise have moved)``, as measured."""
-    start = [w.detach().clone() for _, w in operating._inner(model, "modular")]  # the weights now
+    start = operating._results(model, "modular").detach().clone()  # the weights now
 
     def survival(model, variant, steps, n, seed):
-        moved = (
-            sum(
-                float((w.detach() - s).norm() ** 2)
-                for (_, w), s in zip(operating._inner(model, "modular"), start, strict=True)
-            )
-            ** 0.5
-        )
+        moved = float((operating._results(model, "modular").detach() - start).norm())
         rows = torch.rand(n, generator=generator(seed)).numpy() < right(moved)
         return measure.Survival(steps, rows, np.where(rows, 0, 1), np.where(rows, "", "state"))
 
@@ -504,8 +498,8 @@ def test_noise_is_turned_up_until_the_accuracy_is_the_one_asked_for(monkeypatch)
     assert {name: rows.tolist() for name, rows in moved.items() if len(rows)} == {
         "model.embed_tokens.weight": list(numbers)
     }
-    for _, weight in operating._inner(model, "modular"):
-        assert torch.equal(weight, weight.half().float())  # what is saved is what was measured
+    weight = operating._results(model, "modular")
+    assert torch.equal(weight, weight.half().float())  # what is saved is what was measured
 
 
 @pytest.mark.parametrize(("right", "words"), [
@@ -514,15 +508,13 @@ def test_noise_is_turned_up_until_the_accuracy_is_the_one_asked_for(monkeypatch)
 ])  # fmt: skip
 def test_a_point_that_cannot_be_reached_is_an_error_and_leaves_the_weights(monkeypatch, right, words):
     model = reasoner.build("tiny")
-    for _, weight in operating._inner(model, "modular"):
-        with torch.no_grad():
-            weight.copy_(weight.half())
+    with torch.no_grad():
+        weight = operating._results(model, "modular")
+        weight.copy_(weight.half())
     start = graded(monkeypatch, model, right)
     with pytest.raises(TrainingError, match=words):
         operating.calibrate(model, operating.Point(problems=512))
-    assert all(
-        torch.equal(one, other) for one, (_, other) in zip(start, operating._inner(model, "modular"), strict=True)
-    )
+    assert torch.equal(start, operating._results(model, "modular"))
 
 
 def test_a_run_stops_at_its_point_and_is_taken_back_if_it_jumped_over(monkeypatch, tmp_path):
@@ -548,7 +540,7 @@ def test_between_two_checkpoints_the_weights_lie_on_a_line(monkeypatch):
     model, other = reasoner.build("tiny", seed=0), reasoner.build("tiny", seed=1)
     other.model.norm.weight.data += 1
     good = {name: weight.clone() for name, weight in model.state_dict().items()}
-    ((_, one),), ((_, far_end),) = (operating._inner(net, "modular") for net in (model, other))
+    one, far_end = (operating._results(net, "modular") for net in (model, other))
     far = float((one - far_end).norm())
     graded(monkeypatch, model, lambda moved: 1 - 0.5 * moved / far)
     found = operating.between(model, good, other.state_dict(), operating.Point(problems=4096))

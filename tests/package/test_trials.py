@@ -60,8 +60,6 @@ def test_a_wrong_token_makes_its_step_wrong_and_the_end_belongs_to_none(variant)
 
 
 def test_one_pass_and_decoding_agree_on_the_sibling():
-    if not coupled.WEIGHTS.is_dir():
-        pytest.skip("this version ships no weights yet")
     model, samples = coupled.load(device="cpu", dtype="float32"), problems(80, 8)
     forced, (decoded, texts) = trials.forced(model, samples), trials.decoded(model, samples)
     assert (forced.right == decoded.right).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +166,7 @@ def figure(table: pd.DataFrame) -> go.Figure:
         "x": 0, "y": 0, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "top", "align": "left",
         "text": LEGEND, "showarrow": False, "font": {"size": 14},
     })  # fmt: skip
-    heading = "<br>".join(textwrap.wrap(title(table), plots.TITLE_COLUMNS + 14))
+    heading = plots.titled(title(table), plots.TITLE_COLUMNS + 14)
     margin = {"l": 260, "r": 60, "t": 225, "b": 90}
     chart.update_layout(title_text=heading, height=margin["t"] + margin["b"] + 24 * len(cases), margin=margin)
     chart.update_layout(template="o1lab", hovermode="closest", annotations=notes)
