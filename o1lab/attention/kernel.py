@@ -1,4 +1,4 @@
-"""The Triton kernels of paged decode: one pass over the pages of a split, and the merge of the splits.
+"""The Triton kernels of paged decode: append of the newest token, one pass over a split's pages, merge of the splits.
 
 One program serves all query heads of one KV head (GQA packing), so each byte of K and V is read once; it walks its
 share of one sequence in blocks of ``BLOCK_N`` tokens. In a page ``(2, T, Hkv, D)``, as it is stored by default, a
@@ -49,6 +49,20 @@ if triton is not None:
         column = tl.arange(0, BLOCK_D)
         acc = merged_row(stats, partials, row, D, BLOCK_D, SPLITS, SPLITS_2, CHUNK)
         tl.store(out + row * D + column, acc.to(out.dtype.element_ty), mask=column < D)
+
+    @triton.jit
+    def append(pages, table, lengths, keys, values, page, side, token, head, table_batch, k_batch, k_head, v_batch,
+               v_head, T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+        """One (KV head, sequence): its newest token, which ``lengths`` counts already, into its slot of its page."""
+        kv_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        at = tl.load(lengths + sequence) - 1
+        number = tl.load(table + sequence * table_batch + at // T).to(tl.int64)
+        column = tl.arange(0, BLOCK_D)
+        slot = pages + number * page + (at % T) * token + kv_head * head + column
+        key = tl.load(keys + sequence * k_batch + kv_head * k_head + column, mask=column < D)
+        value = tl.load(values + sequence * v_batch + kv_head * v_head + column, mask=column < D)
+        tl.store(slot, key, mask=column < D)
+        tl.store(slot + side, value, mask=column < D)
 
     @triton.jit
     def decode(

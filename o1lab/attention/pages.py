@@ -48,6 +48,21 @@ def dequantised(part: Tensor, scales: Tensor | None, dtype: object) -> Tensor:
     return (part.float() * scales.float().unsqueeze(-1)).to(dtype)
 
 
+def store(
+    pages: Tensor, scales: Tensor | None, numbers: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+) -> None:  # fmt: skip
+    """Write (B, Hkv, S, D) keys and values to the pages and slots (B, S) of their tokens; int8 pages get scales too."""
+    import torch
+
+    new = torch.stack((keys, values), 1).transpose(2, 3)  # (B, 2, S, Hkv, D), as pages are
+    if scales is not None:
+        new, rounded = quantise(new)
+        for side in (0, 1):
+            scales.select(1, side)[numbers, slots] = rounded[:, side]
+    for side in (0, 1):
+        pages.select(1, side)[numbers, slots] = new[:, side]
+
+
 def gather(
     pages: Tensor, numbers: Tensor, sizes: Problem, dtype: object, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,11 @@
 """Decode steps of whole models, paged and not: ``python -m o1lab.kv.decode_bench [--device cuda]``.
 
-Every arm gets the same random keys and values as context and then decodes greedily; each step is timed from its call
-until the device is done. After every 256 steps the arm is set back to where it began, so that all work at the same
-lengths and a static cache is hardly longer than its content. The roofline share is the time that a plain copy takes for
-the step's bytes (weights, and keys and values at the mean length, once each), as a part of the mean step.
+Every arm gets the same random keys and values as context and then decodes greedily. After every 256 steps it is set
+back to where it began, so that all work at the same lengths and a static cache is hardly longer than its content.
+Quantiles are of steps that are waited for, from the call until the device is done. Tokens/s and the roofline share are
+of 256 steps in a row without a wait (the median of three), as a server that looks at its tokens later runs them. The
+share is the time that a plain copy takes for a step's bytes (weights, and keys and values at the mean length, once
+each), as a part of such a step.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +25,24 @@ import torch
 
 from o1lab.attention.bench import copy_rate
 from o1lab.errors import EstimateError, O1labError
+from o1lab.kv.compiled import joined
 from o1lab.kv.decode_loop import DecodeLoop
 from o1lab.kv.latency import quantile
 from o1lab.kv.layout import Heads, pool_for
 from o1lab.kv.paged_cache import PagedCache
 from o1lab.stats import Estimate
 
-ARMS = ("paged + graph", "paged", "dynamic", "static", "static compiled")
+ARMS = (
+    "fused tuned + graph", "fused + graph", "compiled + graph", "paged + graph", "paged", "dynamic", "static",
+    "static compiled",
+)  # fmt: skip
+CPU_ARMS = ("paged", "dynamic", "static")
+"""``compiled``: the paged step as one compiled graph; ``fused``: with joined projections too; ``tuned``: and with
+kernels that the compiler chose by measuring them, which takes minutes."""
+TUNED = {
+    "max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON", "max_autotune_pointwise": True,
+    "coordinate_descent_tuning": True,
+}  # fmt: skip
 SIZES = {"llama": (2048, 16, 32, 8, 64, 8192, 32000), "tiny": (64, 2, 4, 2, 16, 128, 256)}
 """Random Llamas: hidden size, layers, query heads, KV heads, head dimension, MLP, vocabulary."""
 WARM, SPAN = 5, 256
@@ -56,7 +70,7 @@ class Row:
         )
 
 
-HEADER = "model    batch  arm               steps  tokens/s   P50 ms      P99    P99.9 roofline"
+HEADER = "model    batch  arm                   steps  tokens/s   P50 ms      P99    P99.9 roofline"
 
 
 def load(name: str, device: str, dtype: torch.dtype) -> Any:
@@ -83,7 +97,8 @@ def step_of(arm: str, model: Any, batch: int, context: int) -> tuple[Callable[[]
 
     config, device, dtype, most = model.config, model.device, model.dtype, context + WARM + SPAN
     first = torch.ones(batch, 1, dtype=torch.long, device=device)
-    if arm.startswith("paged"):
+    paged = arm.startswith(("fused", "compiled", "paged"))
+    if paged:
         tokens = batch * (most + 256)
         cache: Any = PagedCache(config, pool_for(config, tokens, device=device, dtype=dtype), max_tokens=most)
     else:
@@ -92,8 +107,9 @@ def step_of(arm: str, model: Any, batch: int, context: int) -> tuple[Callable[[]
     for layer in range(heads.layers):
         shape = (2, batch, heads.kv_heads, context, heads.head_dim)
         cache.update(*torch.randn(shape, generator=chance, device=device, dtype=dtype), layer)
-    if arm.startswith("paged"):
-        loop = DecodeLoop(model, cache, graph=arm.endswith("graph") and device.type == "cuda")
+    if paged:
+        compiled = False if arm.startswith("paged") else {"options": TUNED} if "tuned" in arm else True
+        loop = DecodeLoop(model, cache, graph=arm.endswith("graph") and device.type == "cuda", compiled=compiled)
         loop.resume(first[:, 0])
         return loop.step, lambda count: cache.crop(-count)
     model.set_attn_implementation("sdpa")
@@ -118,27 +134,14 @@ def step_of(arm: str, model: Any, batch: int, context: int) -> tuple[Callable[[]
     return step, back
 
 
-@torch.no_grad()
 def measure(name: str, model: Any, arm: str, batch: int, context: int, steps: int, seconds: float, copy: float) -> Row:
     """Time up to ``steps`` steps of one arm within ``seconds``; an arm that fails says why in its note."""
-    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
-    taken: list[float] = []
     try:
-        step, back = step_of(arm, model, batch, context)
-        for _ in range(WARM):
-            step()
-        wait()
-        end = time.perf_counter() + seconds
-        while len(taken) < steps and (not taken or time.perf_counter() < end):
-            begin = time.perf_counter()
-            step()
-            wait()
-            taken.append(1e3 * (time.perf_counter() - begin))
-            if len(taken) % SPAN == 0:
-                back(SPAN)
+        with joined(model) if arm.startswith("fused") else nullcontext():
+            taken, mean = _timed(model, *step_of(arm, model, batch, context), steps, seconds)
     except (O1labError, RuntimeError) as error:
         return Row(name, batch, arm, 0, 0.0, 0.0, {}, f"failed: {str(error).splitlines()[0][:80]}")
-    mean, heads = sum(taken) / len(taken), Heads.of(model.config, context)
+    heads = Heads.of(model.config, context)
     weights = {id(one): one.nbytes for one in model.parameters()}
     if not model.config.tie_word_embeddings:
         del weights[id(model.get_input_embeddings().weight)]  # read by row
@@ -146,6 +149,37 @@ def measure(name: str, model: Any, arm: str, batch: int, context: int, steps: in
     share = (sum(weights.values()) + stored) / copy / (mean / 1e3)
     found = {label: _quantile(taken, q) for label, q in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999))}
     return Row(name, batch, arm, len(taken), 1e3 * batch / mean, share, found)
+
+
+@torch.no_grad()
+def _timed(
+    model: Any, step: Callable[[], Any], back: Callable[[int], Any], steps: int, seconds: float
+) -> tuple[list[float], float]:  # fmt: skip
+    """Milliseconds of each step that was waited for, and the mean step of a span in which nothing waited."""
+    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
+    taken: list[float] = []
+    for _ in range(WARM):
+        step()
+    wait()
+    end = time.perf_counter() + seconds
+    while len(taken) < steps and (not taken or time.perf_counter() < end):
+        begin = time.perf_counter()
+        step()
+        wait()
+        taken.append(1e3 * (time.perf_counter() - begin))
+        if len(taken) % SPAN == 0:
+            back(SPAN)
+    if len(taken) % SPAN:
+        back(len(taken) % SPAN)
+    span, means = min(len(taken), SPAN), []
+    for _ in range(3):
+        begin = time.perf_counter()
+        for _ in range(span):
+            step()
+        wait()
+        means.append(1e3 * (time.perf_counter() - begin) / span)
+        back(span)
+    return taken, sorted(means)[1]
 
 
 def _quantile(values: list[float], q: float) -> Estimate | None:
@@ -180,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: {error}", file=sys.stderr)
             continue
         for batch in options.batch or ([1, 32] if cuda else [1, 2]):
-            for arm in options.arms or (ARMS if cuda else ARMS[1:-1]):
+            for arm in options.arms or (ARMS if cuda else CPU_ARMS):
                 context = options.context or (4096 if cuda else 64)
                 rows.append(measure(name, model, arm, batch, context, steps, options.seconds_per_arm, copy.value))
                 print(rows[-1], flush=True)

@@ -25,6 +25,9 @@ class DecodeLoop:
         of the same batch size.
     graph : bool, optional
         Capture the step; by default on CUDA.
+    compiled : bool or dict
+        Compile the step as one graph, see :mod:`o1lab.kv.compiled`; a dict holds arguments for ``torch.compile``. The
+        first step then takes as long as the compiler does.
 
     Attributes
     ----------
@@ -48,7 +51,9 @@ class DecodeLoop:
     ((2,), 6)
     """
 
-    def __init__(self, model: Any, cache: PagedCache, *, graph: bool | None = None) -> None:
+    def __init__(
+        self, model: Any, cache: PagedCache, *, graph: bool | None = None, compiled: bool | dict[str, Any] = False
+    ) -> None:  # fmt: skip
         on_cuda = cache.pool.arena.device.type == "cuda"
         if cache.max_tokens is None or (graph and not on_cuda):
             raise CacheError(f"max_tokens={cache.max_tokens} and graph={graph} on {cache.pool.arena.device}: a decode "
@@ -59,7 +64,12 @@ class DecodeLoop:
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._fixed["logits_to_keep"] = 1
         model.set_attn_implementation(register())
-        self.ids = self.logits = None
+        self.ids = self.logits = self._compiled = None
+        if compiled is not False:
+            from o1lab.kv.compiled import compiled_step
+
+            how = {} if compiled is True else compiled
+            self._compiled = compiled_step(model, cache, self.cache_name(model), **how)
 
     @staticmethod
     def cache_name(model: Any) -> str:
@@ -102,7 +112,11 @@ class DecodeLoop:
         return self.ids[:, 0]
 
     def _body(self) -> None:
-        self._follow(self._forward(self.ids, self.cache.lengths[:, None].long()))
+        if self._compiled is None:
+            self._follow(self._forward(self.ids, self.cache.lengths[:, None].long()))
+        else:
+            self._follow(self._compiled(self.ids))
+            self.cache.advance(1)
 
     def _record(self) -> None:
         """Run the step once, which compiles kernels, take it back, and capture it."""

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from o1lab.attention import quantise
 from o1lab.attention.checks import Problem
-from o1lab.attention.pages import gather
+from o1lab.attention.pages import gather, store
 from o1lab.attention.splits import MOST_HEAD_DIM, blocks
 from o1lab.errors import CacheError
 from o1lab.kv.pool import PagePool
@@ -128,13 +127,7 @@ class Layout:
 
     def store(self, numbers: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write (B, Hkv, S, D) keys and values to the pages and slots (B, S) of their tokens."""
-        new = torch.stack((keys, values), 1).transpose(2, 3)  # (B, 2, S, Hkv, D), as pages are
-        if self.scales is not None:
-            new, scales = quantise(new)
-            for side in (0, 1):
-                self.scales.select(1, side)[numbers, slots] = scales[:, side]
-        for side in (0, 1):
-            self.pages.select(1, side)[numbers, slots] = new[:, side]
+        store(self.pages, self.scales, numbers, slots, keys, values)
 
     def gathered(self, table: torch.Tensor, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (B, Hkv, length, D) of the pages in a table (B, max_pages), in ``dtype``."""

@@ -30,12 +30,15 @@ def paged_attention(
     dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls for each layer: query (B, Hq, S, D) → (B, S, Hq, D)."""
-    if not isinstance(key, Step):
+    if not isinstance(key, (Step, PagedKV)):
         raise CacheError(f"{NAME} reads pages: call the model with past_key_values=PagedCache(model.config, pool)")
     asked = [name for name in UNKNOWN if kwargs.get(name) is not None] + (["dropout"] if dropout else [])
     if asked or (attention_mask is not None and attention_mask.dim() != 2):
         shape = None if attention_mask is None else tuple(attention_mask.shape)
         raise CacheError(f"{NAME} takes no {', '.join(asked) or f'mask of shape {shape}'}: use sdpa or eager")
+    if isinstance(key, PagedKV):  # a compiled step
+        given = (key.pages, key.block_table, key.lengths, scaling)
+        return torch.ops.o1lab.decode(query[:, :, 0], *given)[:, None], None
     if key.first is not None:
         mask = attention_mask
         if mask is not None:

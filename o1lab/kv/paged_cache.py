@@ -119,6 +119,11 @@ class PagedCache(Cache):
         return self._books and self._books.owner
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """Of what the pages hold; None before the first tokens."""
+        return self._layout and self._layout.pages.dtype
+
+    @property
     def batch_size(self) -> int:
         """Sequences held; −1 while there are none."""
         return len(self._books.rows) or -1 if self._books else -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from package.paged_fixture import (
 )
 
 from o1lab.kv import DecodeLoop, PagedCache, decode_bench, pool_for
+from o1lab.kv.compiled import joined
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")]
 
@@ -77,10 +79,31 @@ def test_a_captured_step_equals_the_plain_one(kind, dtype, kept):
         assert torch.equal(found[True][0].T, expected[:, 7:])
 
 
-def test_reserved_replays_allocate_nothing_and_wait_for_nothing():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "neox"])
+def test_a_compiled_and_captured_step_equals_the_plain_one(kind, dtype):
+    model, ids = on_gpu(kind, dtype), moved()["input_ids"]
+    found = []
+    for compiled in (False, True):
+        with PagedCache(model.config, pool_of(model, dtype), max_tokens=120) as cache:
+            with joined(model) if compiled else nullcontext():
+                loop = DecodeLoop(model, cache, graph=compiled, compiled=compiled)
+                tokens, logits = [loop.prefill(ids)], []
+                for _ in range(60):
+                    tokens.append(loop.step(tokens[-1] if not compiled else found[0][0][len(tokens) - 1]).clone())
+                    logits.append(loop.logits.clone())
+            assert cache.lengths.tolist() == [67] * 3
+        found.append((torch.stack(tokens), torch.stack(logits)))
+    if dtype == torch.float32:
+        assert torch.equal(found[0][0], found[1][0])
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-4 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_reserved_replays_allocate_nothing_and_wait_for_nothing(compiled):
     model = on_gpu("llama")
     with PagedCache(model.config, pool_of(model), max_tokens=120) as cache:
-        loop = DecodeLoop(model, cache)
+        loop = DecodeLoop(model, cache, compiled=compiled)
         loop.prefill(moved()["input_ids"])
         for _ in range(3):
             loop.step()

@@ -147,9 +147,20 @@ def interpret(given: tuple, options: dict, splits: int = 1, fused: bool = False,
     return answer
 
 
+def appended(pages: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    """Run in the interpreting process: the kernel that appends, or plain indexing where there is none."""
+    from o1lab.attention import ops
+
+    ops.append(pages, *rest)
+    return pages
+
+
 @contextmanager
 def interpreter() -> Iterator[Callable[..., torch.Tensor]]:
-    """A function like :func:`interpret` that runs in a process of its own: Triton decides when it is imported."""
+    """A function like :func:`interpret` that runs in a process of its own: Triton decides when it is imported.
+
+    Another ``body`` of this module may be named, to be called with a tuple in place of a call.
+    """
     pytest.importorskip("triton", reason="needs the package triton (3.7.1 or later beside numpy 2.4)")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
@@ -157,7 +168,9 @@ def interpreter() -> Iterator[Callable[..., torch.Tensor]]:
         pool.submit(os.getpid).result()  # the child keeps the environment in which it was started
     with pool:
 
-        def run(call: Call, **how) -> torch.Tensor:
+        def run(call: Call | tuple, body: Callable[..., torch.Tensor] | None = None, **how) -> torch.Tensor:
+            if body is not None:
+                return pool.submit(body, *call, **how).result()
             return pool.submit(interpret, call.given, call.options, **how).result()
 
         yield run

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from package.attention_fixture import interpreter, make, oracle, rms, sdpa
+from package.attention_fixture import appended, interpreter, make, oracle, rms, sdpa
 
 from o1lab.attention.checks import AttentionError
 from o1lab.attention.resources import compile_for
@@ -110,6 +110,19 @@ def test_queries_as_a_model_lays_them_out(run):
     laid = torch.zeros(2, 4, 3, 64)
     laid[:, :, 1] = call.q
     held(run, type(call)(**{**vars(call), "q": laid[:, :, 1]}))
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 64), ((3, 3), 80)])
+def test_appending_writes_one_slot_of_each_sequence_and_nothing_else(run, heads, head_dim):
+    call = make((5, 16, 33), heads=heads, head_dim=head_dim)
+    laid = torch.randn(2, 3, 4, heads[1], head_dim).permute(0, 1, 3, 2, 4)[..., 1:2, :]  # as a model's projections lie
+    expected = call.pages.clone()
+    for row, length in enumerate(call.lengths.tolist()):
+        page = int(call.table[row, (length - 1) // 16])
+        expected[page, :, (length - 1) % 16] = laid[:, row, :, 0]
+    given = (call.table, call.lengths, laid[0], laid[1])
+    for found in (run((call.pages.clone(), *given), appended), appended(call.pages.clone(), *given)):
+        assert torch.equal(found.nan_to_num(nan=7.5), expected.nan_to_num(nan=7.5))
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from package.paged_fixture import (
     HEADS,
+    KINDS,
     MODES,
     PAGED,
     WIDTH,
@@ -30,6 +31,7 @@ from transformers import DynamicCache
 
 from o1lab.errors import CacheError
 from o1lab.kv import DecodeLoop, PagedCache, PagePool, PoolExhausted, decode_bench, pool_for
+from o1lab.kv.compiled import joined
 from o1lab.kv.layout import Layout
 
 pytestmark = [
@@ -451,6 +453,66 @@ def test_the_decode_loop_is_greedy_generate():
         DecodeLoop(model, PagedCache(model.config, pool_of(model)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_step_is_the_step(kind):
+    model, ids = model_of(kind), prompts()["input_ids"]
+    found = []
+    for compiled in (False, {"backend": "aot_eager"}):
+        with PagedCache(model.config, pool_of(model), max_tokens=32) as cache, joined(model) as saved:
+            loop = DecodeLoop(model, cache, compiled=compiled)
+            assert saved == (0 if kind == "neox" else 6)
+            found.append([loop.prefill(ids)] + [loop.step().clone() for _ in range(20)])
+            assert cache.get_seq_length() == 27
+            loop.prefill(ids[:, :4])  # again, on the same tables
+            found[-1] += [loop.step().clone() for _ in range(3)] + [loop.logits.argmax(-1)]
+            last = loop.logits
+    assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
+    assert last.isfinite().all()
+    with pytest.raises(CacheError, match="int8"):
+        DecodeLoop(model, PagedCache(model.config, pool_of(model), max_tokens=32, dtype=torch.int8), compiled=True)
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_every_compiled_loop_has_a_limit_of_recompilations_of_its_own():
+    model = model_of("llama")
+    for batch in (1, 2, 3):
+        with PagedCache(model.config, pool_of(model), max_tokens=8) as cache:
+            loop = DecodeLoop(model, cache, compiled={"backend": "eager"})
+            loop.prefill(torch.ones(batch, 3, dtype=torch.long))
+            loop.step()
+
+
+def test_a_model_that_is_no_single_graph_is_refused_and_nothing_was_counted():
+    class Talking(type(model_of("llama"))):
+        def forward(self, *given, **named):
+            out = super().forward(*given, **named)
+            print(float(out.logits.sum()))
+            return out
+
+    model = Talking(model_of("llama").config).eval()
+    with PagedCache(model.config, pool_of(model), max_tokens=8) as cache:
+        loop = DecodeLoop(model, cache, compiled={"backend": "eager"})
+        first = loop.prefill(torch.ones(1, 3, dtype=torch.long))
+        with pytest.raises(CacheError, match="Talking does not compile as one graph"):
+            loop.step()
+        assert (cache.get_seq_length(), cache.lengths.tolist()) == (3, [3])
+        assert DecodeLoop(model, cache).resume(first) is None
+
+
+def test_joined_projections_share_their_weights_and_come_apart_again():
+    model, ids = model_of("qwen2", seed=3), prompts()["input_ids"]  # with biases
+    expected, layer = model(ids).logits, model.model.layers[0]
+    before = [layer.self_attn.q_proj, layer.mlp.up_proj]
+    removed = layer.mlp.gate_proj.register_forward_hook(lambda *_: None)
+    with joined(model) as saved:
+        assert saved == 2 + 2 + 1  # the layer with a hook keeps its gate and up
+        assert torch.allclose(model(ids).logits, expected, atol=1e-5)
+        assert before[0].weight.untyped_storage().data_ptr() == layer.self_attn.q_proj.whole.weight.data_ptr()
+    removed.remove()
+    assert [layer.self_attn.q_proj, layer.mlp.up_proj] == before
+    assert torch.allclose(model(ids).logits, expected, atol=1e-5)
+
+
 def test_the_bench_sets_its_arms_back(monkeypatch):
     monkeypatch.setattr(decode_bench, "SPAN", 3)
     model = decode_bench.load("tiny", "cpu", torch.float32)
@@ -463,7 +525,7 @@ def test_the_bench_sets_its_arms_back(monkeypatch):
         row = decode_bench.measure("tiny", model, arm, 2, 9, 7, 60.0, 1e9)
         hook.remove()
         assert (row.steps, row.note) == (7, "")
-        assert lengths == [9, 10, 11, 12, 13, *[14, 15, 16] * 2, 14]
+        assert lengths == [9, 10, 11, 12, 13, *[14, 15, 16] * 2, 14, *[14, 15, 16] * 3]
         monkeypatch.undo()
         monkeypatch.setattr(decode_bench, "SPAN", 3)
 

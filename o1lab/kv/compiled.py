@@ -1,0 +1,155 @@
+"""A decode step as one compiled graph: ``torch.compile`` fuses what lies between the matrix products.
+
+What a decode step spends beside reading weights and pages is launches: norms, rotations, activations and sums, each a
+small kernel or several. :func:`compiled_step` compiles the model's forward pass with the paged operators inside it, and
+:func:`joined` makes one product of those that read the same input (Q, K and V; gate and up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from o1lab.attention import ops  # noqa: F401 - registers the operators
+from o1lab.errors import CacheError
+from o1lab.kv.paged_cache import PagedCache
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers of one module that read the same input, in the order in which the model calls them."""
+
+
+class StepCache(Cache):
+    """A :class:`PagedCache` as a compiled step sees it: tensors and two operators, no books and no checks.
+
+    ``update`` hands back the :class:`~o1lab.attention.PagedKV` that paged attention then reads.
+    """
+
+    is_compileable = True
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.layers, self.tables = [], cache.block_tables
+        self.kv = [cache.paged(index) for index in range(len(cache))]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Write the token's keys and values (B, Hkv, 1, D)."""
+        kv = self.kv[layer_idx]
+        torch.ops.o1lab.append(kv.pages, kv.block_table, kv.lengths, key_states, value_states)
+        return kv, kv
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: how many tokens there are only the device knows."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Of no use: there is no mask."""
+        return query_length, 0
+
+
+def compiled_step(model: Any, cache: PagedCache, name: str, **how: Any) -> Callable[[Tensor], Tensor]:
+    """A function from token ids (B, 1) to logits (B, vocabulary) that counts and writes one token, on the device only.
+
+    Call ``cache.reserve(1)`` before and ``cache.advance(1)`` after. ``name`` is what the model calls its cache, ``how``
+    goes to ``torch.compile``. The first call compiles.
+
+    Raises
+    ------
+    CacheError
+        Pages of int8; or, at the first call, a forward pass that is not one graph for ``torch.compile``: nothing was
+        counted then.
+    """
+    if cache.dtype == torch.int8:
+        raise CacheError("a compiled step reads no int8 pages: make the cache without dtype, or compiled=False")
+
+    def forward(ids: Tensor, lengths: Tensor, view: StepCache) -> Tensor:
+        lengths.add_(1)
+        places = (lengths - 1)[:, None].long()
+        return model(input_ids=ids, position_ids=places, use_cache=True, **{name: view}).logits[:, -1]
+
+    # Dynamo counts recompilations by code object: with one of its own, no other loop's shapes count against this one.
+    forward.__code__ = forward.__code__.replace()
+    compiled = torch.compile(forward, fullgraph=True, dynamic=False, **how)
+    view: StepCache | None = None
+
+    def step(ids: Tensor) -> Tensor:
+        nonlocal view
+        if view is None or view.tables is not cache.block_tables:
+            view = StepCache(cache)
+        try:
+            return compiled(ids, cache.lengths, view)
+        except torch._dynamo.exc.Unsupported as error:
+            reason = str(error).splitlines()[0]
+            raise CacheError(
+                f"{type(model).__name__} does not compile as one graph ({reason}): compiled=False"
+            ) from error
+
+    return step
+
+
+class _Joined:
+    """Linear layers as one: the first part that is called computes all, the last one forgets them."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        self.sizes = [layer.out_features for layer in layers]
+        self.weight = torch.cat([layer.weight.detach() for layer in layers])
+        biases = [layer.bias for layer in layers]
+        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        self.parts: tuple[Tensor, ...] = ()
+        for layer, part in zip(layers, self.weight.split(self.sizes), strict=True):
+            layer.weight.data = part  # the same memory, so that nothing is kept twice
+
+
+class _Part(nn.Module):
+    def __init__(self, whole: _Joined, index: int, layer: nn.Linear) -> None:
+        super().__init__()
+        self.whole, self.index, self.layer = whole, index, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.whole
+        if self.index == 0:
+            whole.parts = nn.functional.linear(x, whole.weight, whole.bias).split(whole.sizes, -1)
+        part = whole.parts[self.index]
+        if self.index == len(whole.sizes) - 1:
+            whole.parts = ()
+        return part
+
+
+@contextmanager
+def joined(model: Any) -> Iterator[int]:
+    """Inside, Q, K and V are one matrix product, gate and up another; gives how many products were saved.
+
+    The weights move once and take no more memory. Only for models that call the layers of :data:`SIBLINGS` in that
+    order with the same input, as Llama, Qwen and Mistral do; layers with another name, or with hooks, stay as they are.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    ... )
+    >>> with joined(LlamaForCausalLM(config)) as saved:
+    ...     saved
+    6
+    """
+    replaced: list[tuple[nn.Module, str, nn.Linear]] = []
+    saved = 0
+    for module in list(model.modules()):
+        for names in SIBLINGS:
+            layers = [getattr(module, name, None) for name in names]
+            plain = all(type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+                        for layer in layers)  # fmt: skip
+            if not plain or len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
+                continue
+            whole, saved = _Joined(layers), saved + len(layers) - 1
+            for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
+                replaced.append((module, name, layer))
+                setattr(module, name, _Part(whole, index, layer))
+    try:
+        yield saved
+    finally:
+        for module, name, layer in replaced:
+            setattr(module, name, layer)
