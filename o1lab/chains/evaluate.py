@@ -24,7 +24,7 @@ from o1lab.chains.changes import changes
 from o1lab.chains.report import ChainReport, Result
 from o1lab.chains.results_file import ResultsFile
 from o1lab.chains.samples import Sample
-from o1lab.errors import ChainError, UnknownName
+from o1lab.errors import ChainError, ModelError, UnknownName
 from o1lab.models import Model, decode, endpoint
 from o1lab.progress import progress as show
 
@@ -90,6 +90,8 @@ def evaluate(
     start = time.perf_counter()
     samples = list(samples)
     remote = isinstance(model, endpoint.Endpoint)
+    if not remote and not hasattr(model, "tokenizer"):
+        raise ModelError(f"a {type(model).__name__} answers nothing: give what o1lab.models.load returns")
     style = style or ("tokens" if _is_reasoner(model) else "language")
     _check(samples, style, cap, remote, decoding)
     if remote:

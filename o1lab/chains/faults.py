@@ -239,6 +239,8 @@ def reuse_share(faults: Iterable[Fault | None]) -> Estimate:
 def _read(sample: Sample, produced: str | Parsed, style: str) -> Parsed:
     if style not in STYLES:
         raise UnknownName("style", str(style), STYLES)
+    if not isinstance(sample, Sample):
+        raise ChainError(f"a {type(sample).__name__} is no sample: o1lab.chains.make gives them")
     if isinstance(produced, str):
         if style == "tokens":
             before, mark, _ = produced.partition("<eos>")

@@ -81,6 +81,10 @@ class PagedCache(Cache):
     ) -> None:  # fmt: skip
         if max_tokens is not None:
             whole("max_tokens", max_tokens, 1)
+        if not hasattr(config, "get_text_config"):
+            raise CacheError(f"a {type(config).__name__} is no transformers config: give model.config")
+        if not isinstance(pool, PagePool):
+            raise CacheError(f"a {type(pool).__name__} is no PagePool: o1lab.kv.pool_for(model.config, …) makes one")
         self.config = config.get_text_config(decoder=True)
         self.heads, self.pool, self.max_tokens = Heads.of(self.config, max_tokens), pool, max_tokens
         if pool.pages < self.heads.layers:

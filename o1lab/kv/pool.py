@@ -153,9 +153,13 @@ class PagePool:
 
         Raises
         ------
-        PoolExhausted
-            Fewer than ``n`` pages are free.
+        PoolError
+            ``n`` is no number of pages, ``owner`` cannot be hashed; PoolExhausted: fewer than ``n`` pages are free.
         """
+        try:
+            hash(owner)
+        except TypeError:
+            raise PoolError(f"owner={owner!r}: anything that can be a key of a dict, a text say") from None
         with self._lock:
             space = self._space
             if n == 1 and n.__class__ is int and after is None and space.count:
@@ -391,6 +395,6 @@ def _reserve(size: int, device: str | torch.device) -> tuple[torch.Tensor, Any]:
             memory = torch.cuda.MemPool()
             with torch.cuda.use_mem_pool(memory):
                 return torch.empty(size, dtype=torch.uint8, device=where), memory
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
+    except (RuntimeError, AssertionError) as error:  # torch.OutOfMemoryError is one; a build without CUDA asserts
         reason = str(error).partition("\n")[0]
         raise PoolError(f"no pool of {size / 2**30:.2f} GiB on {device}: {reason}") from error

@@ -7,6 +7,7 @@ key/value cache is dropped. A row whose logits are not finite ends there and is 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -113,8 +114,8 @@ def stream(
         raise ModelError(f"{caps.size} caps for {len(ids)} prompts: give one, or one for each")
     if caps.min(initial=1) < 1:
         raise ModelError(f"max_new_tokens={int(caps.min())}: allow at least one new token")
-    if temperature < 0:
-        raise ModelError(f"temperature={temperature} is negative; 0 is greedy")
+    if not 0 <= temperature < math.inf:
+        raise ModelError(f"temperature={temperature} is no finite number from 0 on; 0 is greedy")
     for name, value in (("batch_tokens", batch_tokens), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise ModelError(f"{name}={value} must be at least 1")

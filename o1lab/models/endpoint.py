@@ -7,6 +7,7 @@ Endpoint(url='http://127.0.0.1:8000/v1', model='reasoner', key_env='', concurren
 from __future__ import annotations
 
 import email.utils
+import math
 import os
 import queue
 import random
@@ -161,6 +162,8 @@ class Endpoint:
             the address or the model, or twice ``concurrency`` prompts in a row were lost.
         """
         caps = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        if not 0 <= temperature < math.inf:
+            raise EndpointError(f"temperature={temperature} is no finite number from 0 on; 0 is greedy")
         if len(caps) != len(prompts):
             raise EndpointError(f"{len(caps)} caps for {len(prompts)} prompts: give one, or one for each")
         if not prompts:

@@ -1,10 +1,12 @@
-"""The curriculum of the reasoner: each kind of chain grows longer as it is mastered, not by the clock.
+"""The curriculum of the reasoner: each kind of chain gets harder and longer as it is mastered, not by the clock.
 
 What has to form first is the look-up by step id. Chains that are too short hardly need it, and in chains that are too
-long the right key is one of too many. So a kind stays where it is until most of its longest chains come out right.
+long the right key is one of too many. Results come after it: a few operands, rules or entities are learnt at once and
+each new one soon after, all of them from the start are a long plateau. So a kind stays where it is until most of its
+longest chains come out right; first its operands become more, then its chains longer.
 
 >>> rungs(64)
-(16, 25, 40, 64)
+((16, 0.15), (16, 0.3), (16, 0.6), (16, 1.0), (25, 1.0), (40, 1.0), (64, 1.0))
 """
 
 from __future__ import annotations
@@ -17,19 +19,21 @@ import torch
 
 FIRST, FACTOR = 16, 1.6
 """The shortest longest chain, and the step from rung to rung."""
+FEW = (0.15, 0.3, 0.6)
+"""Shares of the operands, digits, rules or entities in use on the lowest rungs (``difficulty`` of ``batches.make``)."""
 ROWS = 128
 """Chains that are looked at before a kind may climb."""
 EVERY = 8
 """Steps between two looks: a look waits for the device."""
 
 
-def rungs(longest: int) -> tuple[int, ...]:
-    """Longest N, rung by rung."""
+def rungs(longest: int) -> tuple[tuple[int, float], ...]:
+    """Longest N and difficulty, rung by rung."""
     made, n = [min(FIRST, longest)], float(FIRST)
     while made[-1] < longest:
         n *= FACTOR
         made.append(longest if n * math.sqrt(FACTOR) > longest else int(n))
-    return tuple(made)
+    return (*((made[0], few) for few in FEW), *((n, 1.0) for n in made))
 
 
 class Ladder:
@@ -46,13 +50,13 @@ class Ladder:
         self.height = [0] * len(self.kinds)
         self._seen = torch.zeros(len(self.kinds), 2, dtype=torch.float64, device=device)
 
-    def at(self, kind: str, late: bool = False) -> int:
-        """Longest N of ``kind`` now; that of the last rung when it is ``late``."""
+    def at(self, kind: str, late: bool = False) -> tuple[int, float]:
+        """Longest N and difficulty of ``kind`` now; those of the last rung when it is ``late``."""
         return self.rungs[-1 if late else self.height[self.kinds.index(kind)]]
 
     def saw(self, kind: str, steps: int, right: torch.Tensor) -> None:
         """Count chains of N = ``steps``: ``right`` says for each whether all of it is; short ones do not count."""
-        if steps >= 0.7 * self.at(kind):
+        if steps >= 0.7 * self.at(kind)[0]:
             seen = self._seen[self.kinds.index(kind)]
             seen[0] += right.sum()
             seen[1] += right.numel()

@@ -21,7 +21,7 @@ from o1lab.models import gguf, vocabulary
 from o1lab.models.batches import Batch
 from o1lab.storage import write_json
 
-SIZES = {"tiny": (64, 2, 2, 128), "small": (128, 4, 4, 384), "full": (256, 6, 4, 1024)}
+SIZES = {"tiny": (64, 2, 2, 128), "small": (128, 4, 4, 384), "full": (256, 6, 8, 1024)}
 """Width, layers, heads, inner width."""
 THETA = 500_000.0
 """Base of the rotary frequencies: half of a head's dimensions hardly turn within a chain, so step ids meet there."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from o1lab.errors import O1labError, TrainingError
-from o1lab.models import checkpoint, reasoner
+from o1lab.models import TRAINED, WEIGHTS, checkpoint, reasoner
 from o1lab.models.operating import EarlyStop, Point
 from o1lab.models.training import Config, Run, plain, preset
 from o1lab.storage import RunLock, check_writable
@@ -59,8 +59,9 @@ class Trained:
 
 
 def train(
-    config: Config, out: str | Path, *, resume: bool = False, device: str | torch.device | None = None,
-    say: Callable[[str], Any] = print, watch: Callable[[Run], bool] | None = None,
+    config: Config, out: str | Path, *, resume: bool = False, start: str | Path | None = None,
+    device: str | torch.device | None = None, say: Callable[[str], Any] = print,
+    watch: Callable[[Run], bool] | None = None,
 ) -> Trained:  # fmt: skip
     """Train until the budget is used; weights, notes, log and checkpoint go to ``out``.
 
@@ -68,6 +69,8 @@ def train(
     ----------
     resume : bool
         Go on from the checkpoint in ``out``.
+    start : path, optional
+        Folder of an earlier run's model whose weights to begin from; the notes name it. Not asked for on resuming.
     device
         Default: ``"cuda"`` if there is one, else ``"cpu"``.
     say : callable
@@ -83,12 +86,16 @@ def train(
     """
     from o1lab import models
 
-    folder = Path(out)
-    check_writable(folder)
+    folder, device = Path(out), models._device(device)
     if not resume and (folder / checkpoint.FILE).exists():
         raise TrainingError(f"{folder} holds a run already: resume it (--resume), or give another folder")
+    run = Run(config, device)
+    if resume:
+        checkpoint.read(folder, plain(config))  # what is refused is refused before anything is written
+    elif start is not None:
+        run.begin_from(Path(start))
+    check_writable(folder)
     with RunLock(folder), _interruptible() as stop:
-        run = Run(config, models._device(device))
         if resume:
             run.restore(folder)
         _trim(folder / LOG, run.step)
@@ -124,7 +131,8 @@ def _loop(
             "step": run.step, "seconds": round(run.seconds, 2), "tokens": run.tokens,
             "loss": round(statistics.fmean(losses.values()), 6),
             "losses": {kind: round(loss, 6) for kind, loss in losses.items()}, "tokens_per_second": round(speed),
-            "longest": {kind: run.longest(kind) for kind in run.kinds}, "difficulty": round(run.difficulty, 3),
+            "longest": {kind: run.longest(kind) for kind in run.kinds},
+            "difficulty": {kind: round(run.difficulty(kind), 3) for kind in run.kinds},
             "accuracy": run.accuracy(),
         }  # fmt: skip
         with (folder / LOG).open("a", encoding="utf-8") as stream:
@@ -135,8 +143,8 @@ def _loop(
         total.zero_()
     rows = history(folder)
     notes = {
-        "config": plain(run.config), "step": run.step, "tokens": run.tokens, "seconds": round(run.seconds, 1),
-        "torch": torch.__version__, "device": _device_name(run.device), "curve": rows,
+        "config": plain(run.config), "start": run.start, "step": run.step, "tokens": run.tokens,
+        "seconds": round(run.seconds, 1), "torch": torch.__version__, "device": _device_name(run.device), "curve": rows,
     }  # fmt: skip
     if not stop.is_set():
         reasoner.save(run.model, folder / MODEL, notes)
@@ -233,6 +241,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.add_argument("--out", required=True, help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--start", metavar="MODEL", help="begin from the weights in this folder, or 'reasoner'")
     parser.add_argument("--device")
     parser.add_argument("--until", type=float, metavar="SHARE", help="stop where this share of modular chains is right")
     parser.add_argument("--until-steps", type=int, default=Point.steps, help="N of those chains (default 32)")
@@ -248,16 +257,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def command(options: argparse.Namespace) -> int:
     """Train; 0 when the budget is used, 130 when interrupted."""
-    asked = (*(field.name for field in fields(Config)), "out", "resume", "device", "until", "until_steps")
+    asked = (*(field.name for field in fields(Config)), "out", "resume", "start", "device", "until", "until_steps")
     given = {name: getattr(options, name) for name in asked if getattr(options, name) is not None}
     out, resume, device = given.pop("out"), given.pop("resume"), given.pop("device", None)
+    start = given.pop("start", None)
+    start = WEIGHTS / start if start in TRAINED else start
     until, length = given.pop("until", None), given.pop("until_steps")
     if "variants" in given:
         given["variants"] = tuple(given["variants"])
     config = preset(given.pop("kind", "reasoner"), given.pop("size", "small"), **given)
     watch = EarlyStop(Point(until, steps=length)) if until is not None else None
     say = functools.partial(print, flush=True)
-    made = train(config, out, resume=resume, device=device, say=say, watch=watch)
+    made = train(config, out, resume=resume, start=start, device=device, say=say, watch=watch)
     if made.stopped == "interrupted":
         print(f"interrupted at step {made.step}; the same command with --resume goes on from {made.folder}")
         return 130

@@ -44,10 +44,12 @@ class Config:
     rate, warm_up, weight_decay : float, int, float
         AdamW; the rate falls to 3 % along a cosine.
     pace : float
-        Share of the longest chains of a variant that must be right before it gets longer ones; 0: by the clock.
+        Share of the longest chains of a variant that must be right before it gets harder or longer ones; 0: by the
+        clock.
     grow, ease : float
         Shares of the run in which N grows to ``longest``, and in which all kinds of steps come in. With ``pace``,
-        ``grow`` is the share after which all kinds are at their longest, mastered or not.
+        ``grow`` is the share after which all kinds are at their longest and hardest, mastered or not, and ``ease`` is
+        not used.
     shuffled : float
         Share of programs shown in random order. A program in order can be read by position; one out of order has to
         be looked up by its step ids.
@@ -115,9 +117,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "full": {
             "longest": 128,
             "tokens": 32768,
-            "rate": 6e-4,
+            "rate": 9e-4,
             "pace": 0.6,
-            "ease": 0.1,
             "warm_up": 300,
             "problems": 128,
         },  # fmt: skip
@@ -144,10 +145,37 @@ class Run:
         self.generator = torch.Generator(device)
         self.step = self.tokens = 0
         self.seconds = 0.0
+        self.start = ""
         self.ladder = Ladder(self.kinds, config.longest, config.pace, device)
         if config.compiled:
             for layer in self.model.model.layers:
                 layer.compile(dynamic=True)
+
+    def begin_from(self, folder: Path) -> None:
+        """Take the weights of an earlier run's model in place of random ones.
+
+        Raises
+        ------
+        TrainingError
+            There is no such model, or it is of another size.
+        """
+        try:
+            earlier = checkpoint.read_tensors((folder / "model.safetensors").read_bytes())
+            settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except Exception as error:
+            raise TrainingError(f"no model to begin from in {folder}: {error}") from error
+        weights = dict(self.model.named_parameters())
+        shapes = [{name: value.shape for name, value in some.items()} for some in (weights, earlier)]
+        wrong = [name for name in {**weights, **earlier} if shapes[0].get(name) != shapes[1].get(name)]
+        own = self.model.config.to_dict()
+        wrong += [name for name in ("num_attention_heads", "rope_parameters") if settings.get(name) != own.get(name)]
+        if wrong:
+            raise TrainingError(f"the model in {folder} is no {self.config.kind} of size {self.config.size!r}: "
+                                f"{wrong[0]} does not fit")  # fmt: skip
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(earlier[name])
+        self.start = folder.name
 
     @property
     def share(self) -> float:
@@ -155,16 +183,17 @@ class Run:
         config = self.config
         return min(1.0, self.step / config.steps if config.steps else self.seconds / config.seconds)
 
-    @property
-    def difficulty(self) -> float:
-        """Share of the kinds of steps in use."""
+    def difficulty(self, kind: str) -> float:
+        """Share of the operands, digits, rules or entities in use now for one kind of chain."""
+        if self.config.pace:
+            return self.ladder.at(kind, late=self.share >= self.config.grow)[1]
         return min(1.0, self.share / self.config.ease) if self.config.ease else 1.0
 
     def longest(self, kind: str) -> int:
         """Longest program in use now for one kind of chain."""
         config = self.config
         if config.pace:
-            return self.ladder.at(kind, late=self.share >= config.grow)
+            return self.ladder.at(kind, late=self.share >= config.grow)[0]
         grown = min(1.0, self.share / config.grow) if config.grow else 1.0
         return min(config.longest, math.ceil(2 * (config.longest / 2) ** grown))  # by equal factors
 
@@ -206,7 +235,7 @@ class Run:
         if kind == "coupled":
             settings = {"step_ids": self.config.step_ids, "modulus": self.config.modulus}
             rows = max(1, tokens // coupled_layout.tokens(steps))
-            made = coupled_layout.make(rows, steps, self.generator, difficulty=self.difficulty, **settings)
+            made = coupled_layout.make(rows, steps, self.generator, difficulty=self.difficulty(kind), **settings)
             self.tokens += made.words.numel()
             count = made.targets.shape[1]
             logits = self.model(made.words, made.ids, made.slots, logits_to_keep=count, use_cache=False).logits
@@ -216,7 +245,7 @@ class Run:
         rows = max(1, tokens // sum(batches.tokens(kind, steps, asked, size)))
         batch = batches.make(
             kind, rows, steps, self.generator, asked=asked, shuffled=self.config.shuffled, entities=size,
-            difficulty=self.difficulty,
+            difficulty=self.difficulty(kind),
         )  # fmt: skip
         self.tokens += batch.ids.numel()
         positions = None
@@ -251,7 +280,7 @@ class Run:
     def save(self, folder: Path) -> None:
         """Write a checkpoint."""
         state = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "config": plain(self.config)}
-        state["ladder"] = self.ladder.state()
+        state |= {"ladder": self.ladder.state(), "start": self.start}
         checkpoint.save(folder, self.model, self.optimiser, state)
 
     def restore(self, folder: Path) -> None:
@@ -260,6 +289,7 @@ class Run:
         checkpoint.restore(folder, state, self.model, self.optimiser)
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.ladder.restore(state["ladder"])
+        self.start = state.get("start", "")
 
 
 def preset(kind: str, size: str, **changes: Any) -> Config:

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from o1lab import chains, models, plots
 from o1lab.chains.samples import FAMILIES, Entry, Sample, worked
-from o1lab.errors import ModelError, TrainingError, UnknownName
+from o1lab.errors import ModelError, O1labError, TrainingError, UnknownName
 from o1lab.models import batches, checkpoint, measure, operating, reasoner, train, training, vocabulary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -213,8 +214,6 @@ def config(**changes) -> training.Config:
 
 
 def weights(made: train.Trained) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(next(made.folder.glob("state-*.safetensors")))
 
 
@@ -293,6 +292,30 @@ def copied(source: Path, target: Path) -> Path:
 
 def resume(folder: Path, **changes) -> train.Trained:
     return train.train(config(**{"steps": 3, **changes}), folder, resume=True, device="cpu", say=lambda text: None)
+
+
+def test_a_run_begins_from_the_weights_of_an_earlier_one(tmp_path):
+    quiet = {"device": "cpu", "say": lambda text: None}
+    train.train(config(), tmp_path / "first", **quiet)
+    first = tmp_path / "first" / "model"
+    train.train(config(seed=7, rate=1e-9, steps=1), tmp_path / "second", start=first, **quiet)
+    one, other = (load_file(folder / "model.safetensors") for folder in (first, tmp_path / "second" / "model"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert reasoner.notes(tmp_path / "second" / "model")["start"] == "model"
+    assert reasoner.notes(first)["start"] == ""
+    for wrong, words in (
+        (config(size="small"), "size 'small': model.embed_tokens.weight does not fit"),
+        (training.preset("coupled", "tiny", steps=2), "no coupled of size 'tiny'"),
+    ):
+        with pytest.raises(TrainingError, match=words):
+            train.train(wrong, tmp_path / "third", start=first, **quiet)
+    with pytest.raises(TrainingError, match="no model to begin from"):
+        train.train(config(), tmp_path / "third", start=tmp_path, **quiet)
+    with pytest.raises(TrainingError, match="no checkpoint to resume"):
+        train.train(config(), tmp_path / "third", resume=True, **quiet)
+    with pytest.raises(O1labError, match="device"):
+        train.train(config(), tmp_path / "third", device="cuda:99", say=lambda text: None)
+    assert not (tmp_path / "third").exists()  # what is refused leaves nothing behind
 
 
 def test_what_does_not_fit_is_not_resumed(finished, tmp_path):
