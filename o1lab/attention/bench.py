@@ -17,7 +17,7 @@ from typing import Any
 
 from o1lab.attention import counted
 from o1lab.attention.checks import AttentionError
-from o1lab.attention.resources import Multiprocessor, resources
+from o1lab.attention.resources import Multiprocessor, Resources, resources
 from o1lab.attention.rivals import Case, Step, kernel_step, rivals, sdpa
 from o1lab.attention.splits import Blocks, choose, multiprocessors
 from o1lab.attention.traffic import Workload
@@ -102,17 +102,33 @@ def table(case: Case, device: Any, budget_s: float) -> list[Row]:
     return rows
 
 
-def footprint(case: Case) -> str:
-    """Registers, spills, shared memory and warps of the compiled kernel, and the article's rule of two warps."""
+def shown(rows: Sequence[Row], work: Workload, what: str, dtype: str, page_tokens: int = 64) -> str:
+    """The rows as a table with its heading."""
+    head = (
+        f"{what}, {work.q_heads}/{work.kv_heads} heads of {work.head_dim}, {dtype}, pages of "
+        f"{page_tokens}: {work.kv_bytes / 2**20:,.0f} MiB of keys and values; "
+        f"copy {readable(rows[0].copy.value / 1e9)} GB/s\n"
+        f"{'body':<32}{'µs':>11}{'GB/s':>9}{'95 %':>16}{'of copy':>8}{'error':>8}"
+    )
+    return "\n".join([head, *(row.line(work) for row in rows)])
+
+
+def compiled(case: Case) -> tuple[Resources, Multiprocessor, int]:
+    """What the compiled kernel takes, what a multiprocessor of the case's device has, and the splits. Needs CUDA."""
     from o1lab.attention import launch
     from o1lab.attention.dispatch import workspace
 
     work, out = workspace(case.q, case.pages, case.table), case.q.clone()
-    compiled = launch.decode(*case.given, case.sizes, 1.0, None, None, out, work)
-    found, sm = resources(compiled), Multiprocessor.of(case.q.device)
+    ran = launch.decode(*case.given, case.sizes, 1.0, None, None, out, work)
+    return resources(ran), Multiprocessor.of(case.q.device), work.splits
+
+
+def footprint(case: Case) -> str:
+    """Registers, spills, shared memory and warps of the compiled kernel, and the article's rule of two warps."""
+    found, sm, splits = compiled(case)
     warps = found.warps_per_sm(sm)
     return (
-        f"kernel: {work.splits} splits, {found.registers} registers and {found.spilled_bytes} spilled bytes a thread, "
+        f"kernel: {splits} splits, {found.registers} registers and {found.spilled_bytes} spilled bytes a thread, "
         f"{found.shared_bytes:,} B shared memory, {found.warps} warps a program, {warps} warps a multiprocessor "
         f"({'two or more fit' if warps >= 2 else 'FEWER THAN TWO FIT'})"
     )
@@ -191,13 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(case: Case, text: str, asked: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
     work = case.work
     rows = table(case, device, asked.budget)
-    print(
-        f"{text} tokens, {work.q_heads}/{work.kv_heads} heads of {work.head_dim}, {asked.dtype}, pages of "
-        f"{asked.page_tokens}: {work.kv_bytes / 2**20:,.0f} MiB of keys and values; "
-        f"copy {readable(rows[0].copy.value / 1e9)} GB/s\n"
-        f"{'body':<32}{'µs':>11}{'GB/s':>9}{'95 %':>16}{'of copy':>8}{'error':>8}"
-    )
-    print("\n".join(row.line(work) for row in rows))
+    print(shown(rows, work, f"{text} tokens", asked.dtype, asked.page_tokens))
     print(
         f"bytes by arithmetic, MiB: one pass over pages {work.fused() / 2**20:,.0f}, gather + SDPA "
         f"{work.gathered() / 2**20:,.0f}, three stages {work.three_stage() / 2**20:,.0f}"

@@ -60,3 +60,19 @@ class Workload:
     def three_stage(self) -> int:
         """Q·Kᵀ, softmax and ·V as three kernels on contiguous K and V: scores and weights written and read."""
         return self.kv_bytes + self.io_bytes + 4 * self.score_bytes
+
+
+def passes(works: dict[str, Workload]) -> str:
+    """A table of the bytes that each way moves, in passes over keys and values.
+
+    Examples
+    --------
+    >>> print(passes({"8x16384": Workload(8, 16384)}).splitlines()[1])
+    8x16384                        512     1.000         1.063          3.000
+    """
+    lines = [f"{'sequences x tokens':<20}{'K and V, MiB':>14}{'one pass':>10}{'three stages':>14}{'gather + SDPA':>15}"]
+    for text, work in works.items():
+        moved = (work.fused(), work.three_stage(), work.gathered())
+        one, three, gather = (f"{count / work.kv_bytes:.3f}" for count in moved)
+        lines.append(f"{text:<20}{work.kv_bytes / 2**20:>14,.0f}{one:>10}{three:>14}{gather:>15}")
+    return "\n".join(lines)
