@@ -12,10 +12,11 @@ from o1lab import plots
 from o1lab.errors import EstimateError
 
 GIB, MOST = 2**30, 600
+TICKS = [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5)]
 
 
 def memory(
-    live: Any, taken: Mapping[str, Any], names: Mapping[str, str], *, title: str, x_title: str = "traffic served (%)"
+    live: Any, taken: Mapping[str, Any], names: Mapping[str, str], *, title: str, x_title: str = "steps of the run (%)"
 ) -> go.Figure:  # fmt: skip
     """Bytes taken while the same traffic is served, by role (``"broken"``, ``"fixed"``, ``"control"``), and live ones.
 
@@ -69,10 +70,10 @@ def pauses(times: Mapping[str, Sequence[float]], names: Mapping[str, str], limit
         )  # fmt: skip
     figure.add_vline(x=limit_us, line={"color": plots.COLOURS["ideal"], "dash": "dash", "width": 2})
     figure.add_annotation(
-        x=np.log10(limit_us), y=0, yref="paper", text=f"{limit_us:g} µs", showarrow=False, xanchor="left",
-        yanchor="bottom", xshift=6,
+        x=np.log10(limit_us), y=1, yref="paper", text=f"{limit_us:g} µs", showarrow=False, yanchor="bottom",
     )  # fmt: skip
     figure.update_layout(title_text=plots.titled(title), template="o1lab", hovermode="closest")
-    figure.update_xaxes(title_text="pause of a failed request (µs)", type="log")
-    figure.update_yaxes(title_text="longer than that (%)", type="log")
+    ticks = {"type": "log", "tickvals": TICKS, "ticktext": [f"{tick:,g}" for tick in TICKS]}
+    figure.update_xaxes(title_text="pause of a failed request (µs)", **ticks)
+    figure.update_yaxes(title_text="longer than that (%)", **ticks)
     return figure

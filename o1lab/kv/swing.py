@@ -6,6 +6,7 @@ the pool's own reservation is measured like everything else, and nothing is flat
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ def watch(
     """
     import numpy as np
 
+    gc.collect()  # a pool that is only garbage would give its memory back in the middle
     memory = _Read(device)
     with _limited(memory, limit_bytes):
         design = make(memory)
