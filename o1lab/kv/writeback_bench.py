@@ -146,7 +146,7 @@ def pauses(at: Setting, least: int = 400) -> dict[str, list[float]]:
     """Times of failed requests for one group of pages, in µs: with clean pages to evict, and with none copied yet."""
     found = {}
     for name, early in (("clean", True), ("as written", False)):
-        tiers, times = at.tiers(shield=None), []
+        tiers, times = at.tiers(shield=None, verify="full" if early else "copy"), []
         while len(times) < least:
             _fill(tiers, "old", at.pages, at.shape.layers)
             if early:
