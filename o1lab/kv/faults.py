@@ -99,6 +99,13 @@ class Saboteur:
             damage(kind, target.view(-1), self.chance)
 
 
+def by_place(rows: Sequence[Row]) -> dict[str, Estimate]:
+    """Share caught of those on the way ``"out"``, in ``"host"`` memory and on the way ``"back"``."""
+    return {
+        where: detection([row for row in rows if row.where == where]) for where in dict.fromkeys(r.where for r in rows)
+    }
+
+
 def damage(kind: str, data: torch.Tensor, chance: random.Random) -> None:
     """Flip a bit of ``data`` (uint8), swap two of its words, or zero part of it."""
     words = data.view(torch.int32)

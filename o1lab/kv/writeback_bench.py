@@ -142,11 +142,11 @@ def slowdown(at: Setting, steps: int = 100) -> dict[str, Estimate]:
     return {name: median(values[1:], units[name]) for name, values in found.items()}
 
 
-def evict(at: Setting, least: int = 400) -> dict[str, Estimate]:
-    """Time of a failed request for one group of pages, in µs: with clean pages to evict, and with none copied yet."""
+def pauses(at: Setting, least: int = 400) -> dict[str, list[float]]:
+    """Times of failed requests for one group of pages, in µs: with clean pages to evict, and with none copied yet."""
     found = {}
     for name, early in (("clean", True), ("as written", False)):
-        tiers, times = at.tiers(shield=None), []
+        tiers, times = at.tiers(shield=None, verify="full" if early else "copy"), []
         while len(times) < least:
             _fill(tiers, "old", at.pages, at.shape.layers)
             if early:
@@ -156,9 +156,18 @@ def evict(at: Setting, least: int = 400) -> dict[str, Estimate]:
                 tiers.allocate(at.shape.layers, "new")
                 times.append((time.perf_counter_ns() - begin) / 1000)
             tiers.release("old"), tiers.release("new")
-        for label, q in (("p50", 0.5), ("p99", 0.99)):
-            found[f"{name}, {label}"] = quantile(times, q, "µs")
+        found[name] = times
     return found
+
+
+def evict(at: Setting, least: int = 400) -> dict[str, Estimate]:
+    """Quantiles of :func:`pauses`."""
+    quantiles = (("p50", 0.5), ("p99", 0.99))
+    return {
+        f"{name}, {label}": quantile(times, q, "µs")
+        for name, times in pauses(at, least).items()
+        for label, q in quantiles
+    }
 
 
 def restore(at: Setting, recompute: Callable[[int], Any] | None = None) -> dict[str, Estimate]:

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from o1lab.kv import PagePool, PoolError, fragmentation
+from o1lab.kv import PagePool, PoolError, fragmentation, swing
 from o1lab.kv.backing import Modelled, OnDevice
 from o1lab.kv.designs import Growing, KVShape, Paged
 from o1lab.kv.fragmentation import CHURN, churn
@@ -166,3 +166,17 @@ def test_pinned_memory_is_rounded_as_the_measure_says():
     before = stats()["allocated_bytes.current"]
     kept = torch.empty((5 << 20) + 1, dtype=torch.uint8, pin_memory=True)
     assert stats()["allocated_bytes.current"] - before == pinned_bytes(kept.numel()) == 8 << 20
+
+
+def test_the_pool_takes_its_memory_once_and_a_growing_cache_feels_a_limit():
+    traffic = long_cot(6, concurrent=3, median_tokens=600, most_tokens=900, prompt_tokens=16)
+    pool = swing.watch(traffic, lambda memory: Paged(KVShape(), memory, capacity_bytes=128 << 20), "cuda", stride=16)
+    assert pool.outcome.clean
+    assert pool.swing == 0
+    assert pool.taken_bytes[0] >= 128 << 20
+    free = swing.watch(traffic, lambda memory: Growing(KVShape(), memory), "cuda", stride=16)
+    assert free.outcome.clean
+    half = free.outcome.peak_live_bytes // 2
+    tight = swing.watch(traffic, lambda memory: Growing(KVShape(), memory), "cuda", stride=16, limit_bytes=half)
+    assert not tight.outcome.clean
+    assert tight.outcome.peak_reserved_bytes <= half
