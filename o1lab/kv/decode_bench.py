@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ SIZES = {"llama": (2048, 16, 32, 8, 64, 8192, 32000), "tiny": (64, 2, 4, 2, 16, 
 """Random Llamas: hidden size, layers, query heads, KV heads, head dimension, MLP, vocabulary."""
 WARM, SPAN = 5, 256
 """Steps before the clock runs, and steps between two settings back."""
+TURN = 64
+"""Steps of an arm before another one has its turn."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,38 @@ def measure(name: str, model: Any, arm: str, batch: int, context: int, steps: in
     share = (sum(weights.values()) + stored) / copy / (mean / 1e3)
     found = {label: _quantile(taken, q) for label, q in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999))}
     return Row(name, batch, arm, len(taken), 1e3 * batch / mean, share, found)
+
+
+@torch.no_grad()
+def interleaved(
+    steps: Mapping[str, int], *, size: str = "llama", batch: int = 16, context: int = 4096, device: str = "cuda",
+    seed: int = 0,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Times in ms of so many decode steps by arm, taken in turns of 64 in random order and at the same lengths.
+
+    Each arm has a model of its own with the same weights. After each turn the arm is set back; its first step, in which
+    it comes back to caches that the others have used, is not timed.
+    """
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    made = {arm: step_of(arm, load(size, device, dtype), batch, context) for arm in steps}
+    for step, _ in made.values():
+        for _ in range(WARM):
+            step()
+    turns = [arm for arm, count in steps.items() for _ in range(-(-count // TURN))]
+    random.Random(f"interleaved {seed}").shuffle(turns)
+    taken: dict[str, list[float]] = {arm: [] for arm in steps}
+    for arm in turns:
+        step, back = made[arm]
+        step()
+        wait()
+        for _ in range(TURN):
+            begin = time.perf_counter()
+            step()
+            wait()
+            taken[arm].append(1e3 * (time.perf_counter() - begin))
+        back(TURN + 1)
+    return taken
 
 
 def _quantile(values: list[float], q: float) -> Estimate | None:
