@@ -140,30 +140,35 @@ class OnDevice:
     device : str or torch.device
     most_bytes : int
         Longest write at once: the source of all writes is one tensor of that size.
+
+    Attributes
+    ----------
+    begin_bytes : int
+        What was reserved before the first request.
     """
 
     def __init__(self, device: str | torch.device, most_bytes: int = 64 << 20) -> None:
         import torch
 
         self._torch, self.device = torch, torch.device(device)
-        self.step = self.allocated_bytes = self._peak = self._begin = 0
+        self.step = self.allocated_bytes = self._peak = self.begin_bytes = 0
         self._source = torch.ones(most_bytes, dtype=torch.uint8, device=self.device)
         self._cuda = self.device.type == "cuda"
         if self._cuda:
             self.settle()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._begin = torch.cuda.memory_reserved(self.device)
+            self.begin_bytes = torch.cuda.memory_reserved(self.device)
 
     @property
     def reserved_bytes(self) -> int:
         """Taken from the device since this object was made."""
-        return self._torch.cuda.memory_reserved(self.device) - self._begin if self._cuda else self.allocated_bytes
+        return self._torch.cuda.memory_reserved(self.device) - self.begin_bytes if self._cuda else self.allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
         """Most that was taken."""
-        return self._torch.cuda.max_memory_reserved(self.device) - self._begin if self._cuda else self._peak
+        return self._torch.cuda.max_memory_reserved(self.device) - self.begin_bytes if self._cuda else self._peak
 
     def new(self, size: int) -> torch.Tensor | None:
         """A tensor of ``size`` bytes, or ``None`` where memory is out."""

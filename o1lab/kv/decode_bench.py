@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ SIZES = {"llama": (2048, 16, 32, 8, 64, 8192, 32000), "tiny": (64, 2, 4, 2, 16, 
 """Random Llamas: hidden size, layers, query heads, KV heads, head dimension, MLP, vocabulary."""
 WARM, SPAN = 5, 256
 """Steps before the clock runs, and steps between two settings back."""
+TURN = 64
+"""Steps of an arm before another one has its turn."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,44 @@ def _timed(
         means.append(1e3 * (time.perf_counter() - begin) / span)
         back(span)
     return taken, sorted(means)[1]
+
+
+@torch.no_grad()
+def interleaved(
+    steps: Mapping[str, int], *, size: str = "llama", batch: int = 16, context: int = 4096, device: str = "cuda",
+    seed: int = 0,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Times in ms of so many decode steps by arm, taken in turns of 64 in random order and at the same lengths.
+
+    Each arm has a model of its own with the same weights. After each turn the arm is set back; its first step, in which
+    it comes back to caches that the others have used, is not timed.
+    """
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    taken: dict[str, list[float]] = {arm: [] for arm in steps}
+    turns = [arm for arm, count in steps.items() for _ in range(-(-count // TURN))]
+    random.Random(f"interleaved {seed}").shuffle(turns)
+    with ExitStack() as stack:
+        made = {}
+        for arm in steps:
+            model = load(size, device, dtype)
+            if arm.startswith("fused"):
+                stack.enter_context(joined(model))
+            made[arm] = step_of(arm, model, batch, context)
+        for step, _ in made.values():
+            for _ in range(WARM):
+                step()
+        for arm in turns:
+            step, back = made[arm]
+            step()
+            wait()
+            for _ in range(TURN):
+                begin = time.perf_counter()
+                step()
+                wait()
+                taken[arm].append(1e3 * (time.perf_counter() - begin))
+            back(TURN + 1)
+    return taken
 
 
 def _quantile(values: list[float], q: float) -> Estimate | None:
