@@ -91,7 +91,7 @@ def compiled_step(model: Any, cache: PagedCache, name: str, **how: Any) -> Calla
 
 
 class _Joined:
-    """Linear layers as one: the first part that is called computes all, the last one forgets them."""
+    """Linear layers as one product: the first that is called computes all, the last one forgets them."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.sizes = [layer.out_features for layer in layers]
@@ -99,16 +99,19 @@ class _Joined:
         biases = [layer.bias for layer in layers]
         self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
         self.parts: tuple[Tensor, ...] = ()
-        for layer, part in zip(layers, self.weight.split(self.sizes), strict=True):
-            layer.weight.data = part  # the same memory, so that nothing is kept twice
+        for layer, weight in zip(layers, self.weight.split(self.sizes), strict=True):
+            layer.weight.data = weight  # the same memory, so that nothing is kept twice
+        for layer, bias in zip(layers, () if self.bias is None else self.bias.split(self.sizes), strict=False):
+            layer.bias.data = bias
 
 
-class _Part(nn.Module):
-    def __init__(self, whole: _Joined, index: int, layer: nn.Linear) -> None:
-        super().__init__()
-        self.whole, self.index, self.layer = whole, index, layer
+class _Part:
+    """What a layer's ``forward`` is inside :func:`joined`."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __init__(self, whole: _Joined, index: int) -> None:
+        self.whole, self.index = whole, index
+
+    def __call__(self, x: Tensor) -> Tensor:
         whole = self.whole
         if self.index == 0:
             whole.parts = nn.functional.linear(x, whole.weight, whole.bias).split(whole.sizes, -1)
@@ -118,12 +121,24 @@ class _Part(nn.Module):
         return part
 
 
+def _joinable(layer: Any) -> bool:
+    plain = type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+    return plain and "forward" not in layer.__dict__  # joined already, or somebody else's
+
+
 @contextmanager
 def joined(model: Any) -> Iterator[int]:
     """Inside, Q, K and V are one matrix product, gate and up another; gives how many products were saved.
 
-    The weights move once and take no more memory. Only for models that call the layers of :data:`SIBLINGS` in that
-    order with the same input, as Llama, Qwen and Mistral do; layers with another name, or with hooks, stay as they are.
+    The weights move once, take no more memory and keep their names. Only for inference, and for models that call the
+    layers of :data:`SIBLINGS` in that order with the same input, as Llama, Qwen and Mistral do. Layers with another
+    name, of another class (quantised, LoRA) or with hooks stay as they are. New weights may be copied into the old
+    ones inside; moving the model to another device or type there is an error at its next call.
+
+    Raises
+    ------
+    CacheError
+        The model is in training mode.
 
     Examples
     --------
@@ -131,25 +146,28 @@ def joined(model: Any) -> Iterator[int]:
     >>> config = LlamaConfig(
     ...     vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     ... )
-    >>> with joined(LlamaForCausalLM(config)) as saved:
+    >>> with joined(LlamaForCausalLM(config).eval()) as saved:
     ...     saved
     6
     """
-    replaced: list[tuple[nn.Module, str, nn.Linear]] = []
+    if model.training:
+        raise CacheError("joined projections have no gradients: call model.eval() first")
+    replaced: list[nn.Linear] = []
     saved = 0
     for module in list(model.modules()):
         for names in SIBLINGS:
             layers = [getattr(module, name, None) for name in names]
-            plain = all(type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
-                        for layer in layers)  # fmt: skip
-            if not plain or len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
+            if not all(map(_joinable, layers)):
+                continue
+            if len({(layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None)
+                    for layer in layers}) > 1:  # fmt: skip
                 continue
             whole, saved = _Joined(layers), saved + len(layers) - 1
-            for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
-                replaced.append((module, name, layer))
-                setattr(module, name, _Part(whole, index, layer))
+            for index, layer in enumerate(layers):
+                layer.forward = _Part(whole, index)
+            replaced += layers
     try:
         yield saved
     finally:
-        for module, name, layer in replaced:
-            setattr(module, name, layer)
+        for layer in replaced:
+            del layer.forward

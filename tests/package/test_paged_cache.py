@@ -500,17 +500,37 @@ def test_a_model_that_is_no_single_graph_is_refused_and_nothing_was_counted():
 
 
 def test_joined_projections_share_their_weights_and_come_apart_again():
-    model, ids = model_of("qwen2", seed=3), prompts()["input_ids"]  # with biases
+    model, ids = copy.deepcopy(model_of("qwen2", seed=3)), prompts()["input_ids"]  # with biases
     expected, layer = model(ids).logits, model.model.layers[0]
-    before = [layer.self_attn.q_proj, layer.mlp.up_proj]
+    names, halved = list(model.state_dict()), copy.deepcopy(model)
     removed = layer.mlp.gate_proj.register_forward_hook(lambda *_: None)
     with joined(model) as saved:
         assert saved == 2 + 2 + 1  # the layer with a hook keeps its gate and up
+        with joined(model) as again:
+            assert again == 0
         assert torch.allclose(model(ids).logits, expected, atol=1e-5)
-        assert before[0].weight.untyped_storage().data_ptr() == layer.self_attn.q_proj.whole.weight.data_ptr()
+        whole = layer.self_attn.q_proj.forward.whole.weight
+        assert layer.self_attn.k_proj.weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert list(model.state_dict()) == names
+        assert torch.allclose(copy.deepcopy(model)(ids).logits, expected, atol=1e-5)
+        for weight in halved.parameters():
+            weight.data /= 2
+        model.load_state_dict(halved.state_dict())
+        inside = model(ids).logits
     removed.remove()
-    assert [layer.self_attn.q_proj, layer.mlp.up_proj] == before
-    assert torch.allclose(model(ids).logits, expected, atol=1e-5)
+    assert "forward" not in layer.self_attn.q_proj.__dict__
+    assert torch.allclose(model(ids).logits, inside, atol=1e-5)
+    assert torch.allclose(halved(ids).logits, inside, atol=1e-5)
+    assert not torch.allclose(inside, expected, atol=1e-3)
+
+
+def test_joined_is_for_inference_and_comes_apart_after_an_error():
+    model = copy.deepcopy(model_of("llama"))
+    with pytest.raises(ZeroDivisionError), joined(model):
+        1 / 0  # noqa: B018
+    assert "forward" not in model.model.layers[0].self_attn.q_proj.__dict__
+    with pytest.raises(CacheError, match="eval"), joined(model.train()):
+        pass
 
 
 def test_the_bench_sets_its_arms_back(monkeypatch):
