@@ -1,4 +1,4 @@
-"""The command line: ``python -m o1lab doctor | claims | run | report | watch | train | new``."""
+"""The command line: ``python -m o1lab doctor | claims | run | report | watch | bench | train | new``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ COMMANDS = {
     "run": ("o1lab.runner", "run one, some or all notebooks headless and write the report"),
     "report": ("o1lab.report", "write a run's report, or compare two runs"),
     "watch": ("o1lab.memory.attach", "sample a running process from outside and say whether its memory trends upwards"),
+    "bench": ("o1lab.bench", "measure the parts on this machine: attention, page pool, decode steps, leak probe"),
     "train": ("o1lab.models.train", "train the lab's own models"),
     "new": ("o1lab.new", "start a notebook from the template"),
 }

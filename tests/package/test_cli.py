@@ -15,6 +15,7 @@ import pytest
 
 import o1lab
 from o1lab import __main__ as cli
+from o1lab import bench
 from o1lab.errors import RunError
 
 MODULES = sorted(
@@ -78,6 +79,25 @@ def test_an_unknown_command_or_option_is_two(arguments, capsys):
         cli.main(arguments)
     assert stopped.value.code == 2
     assert "usage: o1lab" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", bench.BENCHES)
+def test_every_bench_has_a_help_of_its_own(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", name, "--help"])
+    assert stopped.value.code == 0
+    assert "--" in capsys.readouterr().out
+
+
+def test_a_bench_gets_the_rest_of_the_line_and_ends_as_it_says(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("o1lab.kv.bench.main", lambda rest: seen.append(rest) or 3)
+    assert cli.main(["bench", "kv", "latency", "--device", "cpu", "--json", "x"]) == 3
+    assert seen == [["latency", "--device", "cpu", "--json", "x"]]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "speed"])
+    assert stopped.value.code == 2
+    assert "choose from" in capsys.readouterr().err
 
 
 def test_version(capsys):
