@@ -9,15 +9,16 @@ a new one.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 from o1lab.errors import O1labError
 from o1lab.kv.pages import FreePages, is_run
-from o1lab.kv.pool_state import NOBODY, PoolState, PoolStats, counts, faults
+from o1lab.kv.pool_state import NOBODY, PoolState, PoolStats, counts, faults, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -118,13 +119,14 @@ class PagePool:
             raise PoolError(f"bytes={bytes} does not hold one page of {page_bytes} bytes")
         self.page_bytes, self.chunk_pages, self.pages = page_bytes, chunk_bytes // page_bytes, bytes // page_bytes
         self.bytes = self.pages * page_bytes
-        self.arena, self._memory = _reserve(self.bytes, device)
+        self.arena, self._memory = reserve(self.bytes, device)
         self._views = self.arena.view(self.pages, page_bytes)
         self._space = FreePages(self.pages, self.chunk_pages)
         self._holder: list[Any] = [NOBODY] * self.pages
         self._sharers: dict[int, list[Any]] = {}  # holders beyond the first
         self._generation = [0] * self.pages
         self._least_free, self._allocations, self._failures = self.pages, 0, 0
+        self._abandoned: deque[Hashable] = deque()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -133,6 +135,7 @@ class PagePool:
     @property
     def free_pages(self) -> int:
         """Pages that are free now."""
+        self._sweep()
         return self._space.count
 
     # handing out and taking back
@@ -160,6 +163,8 @@ class PagePool:
             hash(owner)
         except TypeError:
             raise PoolError(f"owner={owner!r}: anything that can be a key of a dict, a text say") from None
+        if self._abandoned:
+            self._sweep()
         with self._lock:
             space = self._space
             if n == 1 and n.__class__ is int and after is None and space.count:
@@ -279,6 +284,15 @@ class PagePool:
             self._give([page for page in held if self._let_go(page, owner)])
         return len(held)
 
+    def abandon(self, owner: Hashable) -> None:
+        """:meth:`release` at the next request or look: for finalizers, which may run while the pool is locked."""
+        self._abandoned.append(owner)
+
+    def _sweep(self) -> None:
+        with suppress(IndexError):  # empty, or emptied by another thread
+            while self._abandoned:
+                self.release(self._abandoned.popleft())
+
     # sharing
 
     def share(
@@ -348,17 +362,20 @@ class PagePool:
 
     def owners(self) -> Counter:
         """Pages held by each owner; what a leak is found with."""
+        self._sweep()
         with self._lock:
             held = Counter(holder for holder in self._holder if holder is not NOBODY)
             return held + Counter(sharer for sharers in self._sharers.values() for sharer in sharers)
 
     def state(self) -> PoolState:
         """The bitmaps as they are now."""
+        self._sweep()
         with self._lock:
             return PoolState(tuple(self._space.bitmaps), self.page_bytes, self.bytes)
 
     def stats(self) -> PoolStats:
         """Counts of now and since the start."""
+        self._sweep()
         with self._lock:
             return counts(self)
 
@@ -370,6 +387,7 @@ class PagePool:
         PoolError
             The books are wrong: a fault of the pool, or of something that wrote into them.
         """
+        self._sweep()
         with self._lock:
             wrong = faults(self)
         if wrong:
@@ -381,20 +399,3 @@ def _numbers(pages: Iterable[int]) -> list[int]:
         return [*map(index, pages)]
     except TypeError as error:
         raise ForeignPage(f"pages are whole numbers in a list, as allocate gave them: {error}") from error
-
-
-def _reserve(size: int, device: str | torch.device) -> tuple[torch.Tensor, Any]:
-    """One allocation of ``size`` bytes; on CUDA in a memory pool of its own, which no other request is cut from."""
-    import torch
-
-    try:
-        where = torch.device(device)
-        if where.type != "cuda":
-            return torch.empty(size, dtype=torch.uint8, device=where), None
-        with torch.cuda.device(torch.cuda.current_device() if where.index is None else where.index):
-            memory = torch.cuda.MemPool()
-            with torch.cuda.use_mem_pool(memory):
-                return torch.empty(size, dtype=torch.uint8, device=where), memory
-    except (RuntimeError, AssertionError) as error:  # torch.OutOfMemoryError is one; a build without CUDA asserts
-        reason = str(error).partition("\n")[0]
-        raise PoolError(f"no pool of {size / 2**30:.2f} GiB on {device}: {reason}") from error

@@ -1,17 +1,38 @@
-"""What a pool says about itself: its bitmaps at one moment, its counts, and whether its books are right."""
+"""A pool's memory, and what it says about itself: bitmaps at one moment, counts, whether its books are right."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from o1lab.kv import pages as bits
 
 if TYPE_CHECKING:
+    import torch
+
     from o1lab.kv.pool import PagePool
 
 NOBODY = object()
 """Holder of a free page."""
+
+
+def reserve(size: int, device: str | torch.device) -> tuple[torch.Tensor, Any]:
+    """One allocation of ``size`` bytes; on CUDA in a memory pool of its own, which no other request is cut from."""
+    import torch
+
+    from o1lab.kv.pool import PoolError
+
+    try:
+        where = torch.device(device)
+        if where.type != "cuda":
+            return torch.empty(size, dtype=torch.uint8, device=where), None
+        with torch.cuda.device(torch.cuda.current_device() if where.index is None else where.index):
+            memory = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(memory):
+                return torch.empty(size, dtype=torch.uint8, device=where), memory
+    except (RuntimeError, AssertionError) as error:  # torch.OutOfMemoryError is one; a build without CUDA asserts
+        reason = str(error).partition("\n")[0]
+        raise PoolError(f"no pool of {size / 2**30:.2f} GiB on {device}: {reason}") from error
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ groups by the pool's reference counts; a group is copied before one of several h
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary, finalize
+from weakref import finalize
 
 import torch
 
@@ -20,8 +20,6 @@ from o1lab.kv.pool import PagePool
 Group = tuple[int, ...]
 """Page numbers of the same tokens, one for each layer."""
 _NUMBERS = itertools.count(1)
-_DROPPED: WeakKeyDictionary[PagePool, deque[str]] = WeakKeyDictionary()
-"""Owners that went away without releasing; a finalizer may run anywhere, so only the next allocation frees them."""
 
 
 def whole(name: str, value: int, least: int) -> int:
@@ -59,8 +57,7 @@ class Sequences:
         self.block_tables: torch.Tensor | None = None
         self.lengths: torch.Tensor | None = None
         self._may_share = False  # whether the group that is written next may have other holders
-        self._dropped = _DROPPED.setdefault(pool, deque())
-        self._finalizer = finalize(self, self._dropped.append, self.owner)
+        self._finalizer = finalize(self, pool.abandon, self.owner)
 
     @property
     def ready(self) -> int:
@@ -97,8 +94,6 @@ class Sequences:
         copies, end = len(places), -(-total // self.page_tokens)
         places += [(row, column) for row, held in enumerate(self.rows) for column in range(len(held), end)]
         if places:
-            while self._dropped:
-                self.pool.release(self._dropped.popleft())
             pages = self.pool.allocate(len(places) * self.layers, self.owner)
             groups = [tuple(pages[at : at + self.layers]) for at in range(0, len(pages), self.layers)]
             if copies:
