@@ -126,8 +126,7 @@ class PagePool:
         self._sharers: dict[int, list[Any]] = {}  # holders beyond the first
         self._generation = [0] * self.pages
         self._least_free, self._allocations, self._failures = self.pages, 0, 0
-        self._abandoned: deque[Hashable] = deque()
-        self._lock = threading.Lock()
+        self._abandoned, self._lock = deque[Hashable](), threading.Lock()
 
     def __repr__(self) -> str:
         return f"PagePool({self.pages} pages of {self.page_bytes} bytes on {self.arena.device}, {self.free_pages} free)"
