@@ -240,8 +240,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=None, help="tokens before the first step (4096; 64 on a CPU)")
     parser.add_argument("--steps", type=int, default=None, help="most steps of an arm (4000; 50 on a CPU)")
     parser.add_argument("--seconds-per-arm", type=float, default=30.0, help="most seconds of an arm after warm-up (30)")
+    parser.add_argument("--tuned", type=json.loads, help="compiler options of the tuned arm, as JSON, in place of ours")
     parser.add_argument("--json", type=Path, help="also write the figures into this file")
     options = parser.parse_args(argv)
+    if options.tuned is not None:
+        TUNED.clear()
+        TUNED.update(options.tuned)
     cuda = options.device.startswith("cuda")
     dtype = torch.bfloat16 if cuda else torch.float32
     steps = options.steps or (4000 if cuda else 50)
