@@ -67,7 +67,7 @@ class Row:
 
     def __str__(self) -> str:
         times = "".join(f"{one.value:>9.3f}" if one else f"{'–':>9}" for one in self.quantiles.values())
-        start = f"{self.model:<8}{self.batch:>6}  {self.arm:<16}"
+        start = f"{self.model:<8}{self.batch:>6}  {self.arm:<20}"
         return (
             f"{start}{self.steps:>7}{self.rate:>10,.1f}{times}{self.share:>9.1%}" if self.steps else start + self.note
         )
