@@ -17,6 +17,7 @@ from o1lab.decoding.attention import article_bias, dropout_zero, log_n
 from o1lab.decoding.cache import missing_scale, quantise, quantise_kv, round_kv
 from o1lab.decoding.output import ScalerReport, fp32_head, fp32_softmax, grad_scaler_step
 from o1lab.decoding.positions import clip_distance, group_positions, rope_in
+from o1lab.decoding.recheck import Rechecked, recheck
 from o1lab.decoding.recompute import recompute_kv
 from o1lab.decoding.regrounding import reground
 from o1lab.decoding.segments import Segmented
@@ -37,6 +38,7 @@ from o1lab.decoding.voting import vote
 __all__ = [
     "ArticleStop",
     "Outcome",
+    "Rechecked",
     "ScalerReport",
     "Segmented",
     "StopRule",
@@ -58,6 +60,7 @@ __all__ = [
     "quantise",
     "quantise_kv",
     "rates",
+    "recheck",
     "recompute_kv",
     "reground",
     "rope_in",

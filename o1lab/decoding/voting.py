@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from o1lab import chains
 from o1lab.chains.report import Result
 from o1lab.chains.samples import Sample
+from o1lab.chains.symmetry import disguise
 from o1lab.decoding.segments import Chain, Segmented, check, final_state, prompt_tokens, together
 from o1lab.errors import DecodingError
 
@@ -34,13 +35,14 @@ class Poll:
 
 def vote(
     model: Any, samples: Sequence[Any], ahead: int = 2, *, every: int = 4, most: int = 11, seed: int = 0,
-    order: str = "shuffled", **options: Any,
+    order: str = "shuffled", disguised: bool = False, **options: Any,
 ) -> Segmented:  # fmt: skip
     """Work each chain in segments of ``every`` steps, each decided by votes: first to lead by ``ahead`` wins.
 
     A greedy decoder repeats its errors, so each vote sees another context: other step ids, the program (and the facts)
-    in another order. Errors that hang on the context are then independent; errors that hang on the step alone (a sum
-    that was never learnt) are not, and no vote cures them.
+    in another order. Errors that hang on the context are then independent; errors that hang on the step alone are not,
+    and come again in every vote. ``disguised`` shows them as other steps: each vote is cast on the problem under
+    another symmetry of its family (:mod:`o1lab.chains.symmetry`) and taken back.
 
     Parameters
     ----------
@@ -56,6 +58,8 @@ def vote(
         Of the contexts.
     order : str
         How the redrawn program is shown: ``"shuffled"``, or ``"sorted"`` for a model that knows programs in order only.
+    disguised : bool
+        Other letters, names or numbers in each vote, the first one included.
     **options
         Of :func:`o1lab.chains.evaluate`.
 
@@ -99,16 +103,18 @@ def vote(
         open_polls, wanted = polls, ahead
         while open_polls:
             asked = [
-                (poll, chains.redraw(poll.part, seed + len(poll.votes) + place, order))
+                (poll, *context(poll.part, seed + len(poll.votes) + place, order, disguised))
                 for poll in open_polls
                 for place in range(wanted)
             ]
-            report = chains.evaluate(model, [part for _, part in asked], seed=seed, **options)
+            parts = [part for _, part, _ in asked]
+            report = chains.evaluate(model, parts, seed=seed, **options)
             name, style = report.model, report.style
-            read += prompt_tokens(model, [part for _, part in asked], style)
+            read += prompt_tokens(model, parts, style)
             made, calls = made + report.tokens, calls + len(asked)
-            for (poll, part), result in zip(asked, report.results, strict=True):
-                poll.votes.append(final_state(part, result, style))
+            for (poll, part, back), result in zip(asked, report.results, strict=True):
+                state = final_state(part, result, style)
+                poll.votes.append(state if state is None else back(state))
                 poll.results.append(result)
             open_polls = [p for p in open_polls if p.leader(ahead, most) is None and len(p.votes) < most]
             wanted = 1
@@ -116,3 +122,12 @@ def vote(
             state = poll.leader(ahead, most)
             chain.take(poll.results[poll.votes.index(state)], state, len(poll.part.steps))
     return together(work, name, style, time.perf_counter() - begun, (read, made, calls))
+
+
+def context(part: Sample, seed: int, order: str, disguised: bool) -> tuple[Sample, Callable[[str], str]]:
+    """A segment as one vote sees it, and how the state that it ends with is taken back."""
+    drawn = chains.redraw(part, seed, order)
+    if not disguised:
+        return drawn, str
+    other = disguise(drawn, seed)
+    return other.sample, other.back

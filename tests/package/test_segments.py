@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from o1lab import chains
-from o1lab.decoding import reground, vote
+from o1lab.decoding import recheck, reground, vote
 from o1lab.errors import DecodingError, UnknownName
 from o1lab.models.endpoint import Answer, Endpoint
 
@@ -124,6 +124,59 @@ def test_voting_cures_errors_of_the_context_and_not_those_of_the_fact(samples):
     again = vote(ignorant, samples, ahead=2, every=4, **KNOWN)
     assert list(again.report.outcomes) == list(known.outcomes)
     assert again.report.first_fault == known.first_fault
+
+
+def test_votes_in_disguise_cure_errors_of_the_fact_too_and_not_those_of_every_fact(samples):
+    ignorant = solver(fact=0.02)
+    before = chains.evaluate(ignorant, samples, **KNOWN).accuracy
+    assert before.high < 0.5
+    cured = vote(ignorant, samples, ahead=2, every=4, disguised=True, **KNOWN)
+    assert cured.report.accuracy.value >= 0.9
+    alone = vote(ignorant, samples, ahead=1, every=4, disguised=True, **KNOWN)
+    assert alone.report.accuracy.high < 0.5
+    assert vote(solver(fact=0.9), samples[:4], every=1, most=5, disguised=True, **KNOWN).report.accuracy.value == 0
+    whole = vote(solver(), samples[:3], every=64, disguised=True, **KNOWN).report
+    assert whole.accuracy.value == 1  # states come back as they were
+
+
+def test_asking_again_names_the_first_wrong_step(samples):
+    for errors in ({"context": 0.01}, {"fact": 0.01}):
+        report = chains.evaluate(solver(**errors), samples, **KNOWN)
+        first = report.first_fault
+        assert 10 < sum(fault is not None for fault in first) < 50
+        found = recheck(solver(**errors), report.results, **KNOWN)
+        shares = found.against(first)
+        assert shares["exact"].value >= 0.9
+        assert shares["alarms"].value <= 0.15
+        assert shares["judged"].value >= 0.9
+        assert shares["auroc"].value >= 0.95
+        steps = sum(len(one.sample.steps) for one in report.results)
+        assert steps <= found.calls < 1.1 * steps + 2 * 64 * 60 * 0.05
+        assert found.new_tokens == 5 * found.calls
+    nothing = recheck(solver(), chains.evaluate(solver(), samples[:5], **KNOWN).results, **KNOWN)
+    assert nothing.said == (None,) * 5
+    assert set(nothing.against([None] * 5)) == {"judged", "alarms"}
+
+
+def test_asking_again_reads_what_the_program_says_without_asking(samples):
+    gold = chains.evaluate(solver(), samples[:1], **KNOWN).results[0]
+    words = gold.text.split()
+    cases = {
+        3: [*words[:8], "s0", *words[9:]],  # another label
+        5: [*words[:17], "-" if words[17] != "-" else "+", *words[18:]],  # another operator
+        2: [*words[:7], "<eos>", *words[8:]],  # no state
+        64: words[:-4],  # a step too few
+    }
+    results = [replace(gold, text=" ".join(text)) for text in cases.values()]
+    found = recheck(solver(), results, **KNOWN)
+    assert found.said == tuple(cases)
+    assert found.doubt[3].size == 63
+    with pytest.raises(DecodingError, match="times=2"):
+        recheck(solver(), results, times=2)
+    with pytest.raises(DecodingError, match="3 first faults for 4 chains"):
+        found.against([None] * 3)
+    with pytest.raises(DecodingError, match="no steps to ask"):
+        recheck(solver(), [replace(gold, sample=object())])
 
 
 def test_a_tie_ends_with_the_most_frequent_state(samples):
