@@ -22,7 +22,7 @@ _LATER = {
     "PagedCache": "paged_cache", "pool_for": "layout", "register": "paged_attention", "DecodeLoop": "decode_loop",
     "as_trace": "replay", "needed_bytes": "compare", "inserts": "insertion",
     "EvictingPool": "eviction", "EvictionRefused": "eviction", "Policy": "ranking", "host_pool": "lane",
-    "CopyFailed": "lane", "DamagedCopy": "tiers", "Offloading": "offload", "compare_policies": "offload",
+    "CopyFailed": "lane", "joined": "compiled", "DamagedCopy": "tiers", "Offloading": "offload", "compare_policies": "offload",
 }  # fmt: skip
 
 __all__ = ["Fragmentation", "PagePool", "PoolError", "PoolExhausted", "fragmentation"]

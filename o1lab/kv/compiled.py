@@ -7,8 +7,11 @@ small kernel or several. :func:`compiled_step` compiles the model's forward pass
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
+from types import MethodType
 from typing import Any
 
 import torch
@@ -98,7 +101,7 @@ class _Joined:
         self.weight = torch.cat([layer.weight.detach() for layer in layers])
         biases = [layer.bias for layer in layers]
         self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-        self.parts: tuple[Tensor, ...] = ()
+        self.parts: dict[int, tuple[Tensor, ...]] = {}  # by thread
         for layer, weight in zip(layers, self.weight.split(self.sizes), strict=True):
             layer.weight.data = weight  # the same memory, so that nothing is kept twice
         for layer, bias in zip(layers, () if self.bias is None else self.bias.split(self.sizes), strict=False):
@@ -108,37 +111,43 @@ class _Joined:
 class _Part:
     """What a layer's ``forward`` is inside :func:`joined`."""
 
-    def __init__(self, whole: _Joined, index: int) -> None:
-        self.whole, self.index = whole, index
+    def __init__(self, whole: _Joined, index: int, layer: nn.Linear) -> None:
+        self.whole, self.index, self.layer, self.own = whole, index, layer, (layer.weight, layer.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        whole = self.whole
+        layer, whole = self.layer, self.whole
+        if torch.is_grad_enabled():
+            return nn.functional.linear(x, layer.weight, layer.bias)
+        moved = layer.weight.dtype != whole.weight.dtype or layer.weight.device != whole.weight.device
+        if moved or layer.weight is not self.own[0] or layer.bias is not self.own[1]:
+            raise CacheError("a weight was moved or replaced inside joined(model): leave the block first")
+        thread = 0 if torch.compiler.is_compiling() else get_ident()
         if self.index == 0:
-            whole.parts = nn.functional.linear(x, whole.weight, whole.bias).split(whole.sizes, -1)
-        part = whole.parts[self.index]
-        if self.index == len(whole.sizes) - 1:
-            whole.parts = ()
-        return part
+            whole.parts[thread] = nn.functional.linear(x, whole.weight, whole.bias).split(whole.sizes, -1)
+        elif thread not in whole.parts:
+            raise CacheError(f"joined projections must be called in the order {SIBLINGS}: leave joined(model) first")
+        last = self.index == len(whole.sizes) - 1
+        return (whole.parts.pop(thread) if last else whole.parts[thread])[self.index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[[Tensor], Tensor]:
+        return MethodType(nn.Linear.forward, copy.deepcopy(self.layer, memo))  # a copy of the model is not joined
 
 
 def _joinable(layer: Any) -> bool:
     plain = type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
-    return plain and "forward" not in layer.__dict__  # joined already, or somebody else's
+    own = getattr(layer, "forward", None)  # replaced, if it is joined already or somebody else's
+    return plain and getattr(own, "__func__", None) is nn.Linear.forward
 
 
 @contextmanager
 def joined(model: Any) -> Iterator[int]:
     """Inside, Q, K and V are one matrix product, gate and up another; gives how many products were saved.
 
-    The weights move once, take no more memory and keep their names. Only for inference, and for models that call the
-    layers of :data:`SIBLINGS` in that order with the same input, as Llama, Qwen and Mistral do. Layers with another
-    name, of another class (quantised, LoRA) or with hooks stay as they are. New weights may be copied into the old
-    ones inside; moving the model to another device or type there is an error at its next call.
-
-    Raises
-    ------
-    CacheError
-        The model is in training mode.
+    The weights move once, take no more memory and keep their names. Only where no gradients are asked for
+    (``torch.no_grad``, ``generate``); with them the layers are what they were. For models that call the layers of
+    :data:`SIBLINGS` in that order with the same input, as Llama, Qwen and Mistral do. Layers with another name, of
+    another class (quantised, LoRA) or with hooks stay as they are, and a hook put on inside is not called. New values
+    may be copied into the weights inside; weights that are moved or replaced raise CacheError at the next call.
 
     Examples
     --------
@@ -146,12 +155,12 @@ def joined(model: Any) -> Iterator[int]:
     >>> config = LlamaConfig(
     ...     vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     ... )
-    >>> with joined(LlamaForCausalLM(config).eval()) as saved:
+    >>> with joined(LlamaForCausalLM(config)) as saved:
     ...     saved
     6
     """
-    if model.training:
-        raise CacheError("joined projections have no gradients: call model.eval() first")
+    if not isinstance(model, nn.Module):
+        raise CacheError(f"a {type(model).__name__} has no layers to join: give the transformers model")
     replaced: list[nn.Linear] = []
     saved = 0
     for module in list(model.modules()):
@@ -164,10 +173,10 @@ def joined(model: Any) -> Iterator[int]:
                 continue
             whole, saved = _Joined(layers), saved + len(layers) - 1
             for index, layer in enumerate(layers):
-                layer.forward = _Part(whole, index)
+                layer.forward = _Part(whole, index, layer)
             replaced += layers
     try:
         yield saved
     finally:
         for layer in replaced:
-            del layer.forward
+            layer.__dict__.pop("forward", None)

@@ -19,7 +19,8 @@ class DecodeLoop:
     Parameters
     ----------
     model : transformers causal language model
-        Its attention is set to the paged one and stays so. Llama, Qwen, Mistral, GPT-NeoX and the like.
+        Set to evaluation and to paged attention, and stays so: ``model.set_attn_implementation("sdpa")`` before it is
+        used without a paged cache again. Llama, Qwen, Mistral, GPT-NeoX and the like.
     cache : PagedCache
         With ``max_tokens``; its tables are read by the graph. ``reset`` it, or :meth:`prefill` again, for new requests
         of the same batch size.
@@ -54,6 +55,11 @@ class DecodeLoop:
     def __init__(
         self, model: Any, cache: PagedCache, *, graph: bool | None = None, compiled: bool | dict[str, Any] = False
     ) -> None:  # fmt: skip
+        if not isinstance(cache, PagedCache) or not hasattr(model, "set_attn_implementation"):
+            raise CacheError(f"a decode loop is of a transformers model and a PagedCache, not of a "
+                             f"{type(model).__name__} and a {type(cache).__name__}")  # fmt: skip
+        if not isinstance(compiled, (bool, dict)):
+            raise CacheError(f"compiled={compiled!r}: True, False or a dict of arguments for torch.compile")
         on_cuda = cache.pool.arena.device.type == "cuda"
         if cache.max_tokens is None or (graph and not on_cuda):
             raise CacheError(f"max_tokens={cache.max_tokens} and graph={graph} on {cache.pool.arena.device}: a decode "
@@ -80,12 +86,14 @@ class DecodeLoop:
     @torch.no_grad()
     def prefill(self, ids: Tensor) -> Tensor:
         """Read the prompts (B, S) into an emptied cache; returns the likeliest next tokens (B,)."""
+        self._check(ids, "prompts", 2)
         self.cache.reset()
         self._follow(self._forward(ids, torch.arange(ids.shape[1], device=ids.device)[None]))
         return self.ids[:, 0].clone()
 
     def resume(self, ids: Tensor) -> None:
         """Go on from what the cache holds already (adopted pages, say); ``ids`` (B,) are the tokens to be read next."""
+        self._check(ids, "ids", 1)
         self.ids = ids[:, None].clone() if self.ids is None else self.ids.copy_(ids[:, None])
 
     @torch.no_grad()
@@ -97,19 +105,40 @@ class DecodeLoop:
         Raises
         ------
         PoolExhausted, CacheError
-            No page for the token, or more than ``max_tokens``. Nothing was changed.
+            No page for the token, more than ``max_tokens``, or ids that do not fit. Nothing was changed.
+
+        Whatever else the model raises, the token is not counted, and its pages are written again by the next step.
         """
+        if self.ids is None:
+            raise CacheError("no prompt was read: prefill(prompts) first, or resume(ids) over a cache that holds some")
+        if ids is not None:
+            self._check(ids, "ids", 1, len(self.ids))
+        self.cache.reserve(1)
         if ids is not None:
             self.ids.copy_(ids[:, None])
-        self.cache.reserve(1)
         if self._capture and self.graph is None:
             self._record()
         if self.graph is None:
-            self._body()
+            before = self.cache.length
+            try:
+                self._body()
+            except BaseException:
+                self.cache.crop(before - self.cache.length)
+                raise
         else:
             self.graph.replay()
             self.cache.advance(1)
         return self.ids[:, 0]
+
+    def _check(self, ids: Tensor, name: str, dims: int, batch: int | None = None) -> None:
+        """Raise CacheError unless ``ids`` are token numbers of that shape, on the cache's device."""
+        shape = "(B, S)" if dims == 2 else f"({batch or 'B'},)"
+        fits = isinstance(ids, Tensor) and ids.dim() == dims and ids.numel() and not ids.is_floating_point()
+        if not fits or ids.dtype == torch.bool or len(ids) != (batch or len(ids)):
+            found = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+            raise CacheError(f"{name} are {found}; they must be whole numbers of shape {shape}")
+        if ids.device != self.cache.pool.arena.device:
+            raise CacheError(f"{name} are on {ids.device}, the cache on {self.cache.pool.arena.device}")
 
     def _body(self) -> None:
         if self._compiled is None:

@@ -31,7 +31,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls for each layer: query (B, Hq, S, D) → (B, S, Hq, D)."""
     if not isinstance(key, (Step, PagedKV)):
-        raise CacheError(f"{NAME} reads pages: call the model with past_key_values=PagedCache(model.config, pool)")
+        raise CacheError(f"{NAME} reads pages: call the model with past_key_values=PagedCache(model.config, pool), or "
+                         f'go back with model.set_attn_implementation("sdpa")')  # fmt: skip
     asked = [name for name in UNKNOWN if kwargs.get(name) is not None] + (["dropout"] if dropout else [])
     if asked or (attention_mask is not None and attention_mask.dim() != 2):
         shape = None if attention_mask is None else tuple(attention_mask.shape)

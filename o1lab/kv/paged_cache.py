@@ -123,6 +123,11 @@ class PagedCache(Cache):
         return self._books and self._books.owner
 
     @property
+    def length(self) -> int:
+        """Tokens of each sequence as the host counts them, those of a pass that broke off included."""
+        return self._books.length if self._books else 0
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """Of what the pages hold; None before the first tokens."""
         return self._layout and self._layout.pages.dtype
@@ -209,13 +214,17 @@ class PagedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``−tokens_to_remove`` tokens of each sequence; also after a pass that broke off midway.
 
-        0 forgets nothing. Positive numbers, a length to keep in older transformers, are refused as by newer ones.
+        0 forgets nothing but a token that only the device has counted. Positive numbers, a length to keep in older
+        transformers, are refused as by newer ones.
         """
         held = self._books.length if self._open() else 0
         if not -held <= tokens_to_remove <= 0:
             raise CacheError(f"crop({tokens_to_remove}): give −n to forget n of {held} tokens")
         if tokens_to_remove:
             self._books.shorten(held + int(tokens_to_remove))
+        elif self._open() and self._books.rows:
+            self._books.lengths.fill_(held)
+        if self._open():
             self._level()
 
     def reset(self) -> None:

@@ -8,6 +8,7 @@ groups by the pool's reference counts; a group is copied before one of several h
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from weakref import finalize
@@ -62,7 +63,9 @@ class Sequences:
     @property
     def ready(self) -> int:
         """Tokens that each sequence can hold, written ones included, before a page has to be found."""
-        return self.length if self._may_share else min(map(len, self.rows), default=0) * self.page_tokens
+        if self._may_share:
+            return self.length
+        return min(min(map(len, self.rows), default=0) * self.page_tokens, self.max_tokens or sys.maxsize)
 
     @torch.inference_mode(False)  # or the tables could not be written outside it
     def start(self, batch: int) -> None:
@@ -86,10 +89,10 @@ class Sequences:
             Too few pages, or more than ``max_tokens``; everything is as before then.
         """
         total, tail = self.length + tokens, self.length // self.page_tokens
-        if total <= self.ready:
-            return
         if self.max_tokens is not None and total > self.max_tokens:
             raise CacheError(f"{total} tokens do not fit max_tokens={self.max_tokens}; make the cache with more")
+        if total <= self.ready:
+            return
         places = self._shared_tails(tail) if self._may_share and self.length % self.page_tokens else []
         copies, end = len(places), -(-total // self.page_tokens)
         places += [(row, column) for row, held in enumerate(self.rows) for column in range(len(held), end)]

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -505,8 +506,16 @@ def test_a_model_that_is_no_single_graph_is_refused_and_nothing_was_counted():
         assert DecodeLoop(model, cache).resume(first) is None
 
 
+def ordinary(kind, seed=0):
+    """A copy with ordinary attention, whatever other tests did to the model."""
+    model = copy.deepcopy(model_of(kind, seed=seed))
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+@torch.no_grad()
 def test_joined_projections_share_their_weights_and_come_apart_again():
-    model, ids = copy.deepcopy(model_of("qwen2", seed=3)), prompts()["input_ids"]  # with biases
+    model, ids = ordinary("qwen2", seed=3), prompts()["input_ids"]  # with biases
     expected, layer = model(ids).logits, model.model.layers[0]
     names, halved = list(model.state_dict()), copy.deepcopy(model)
     removed = layer.mlp.gate_proj.register_forward_hook(lambda *_: None)
@@ -518,9 +527,14 @@ def test_joined_projections_share_their_weights_and_come_apart_again():
         whole = layer.self_attn.q_proj.forward.whole.weight
         assert layer.self_attn.k_proj.weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         assert list(model.state_dict()) == names
-        assert torch.allclose(copy.deepcopy(model)(ids).logits, expected, atol=1e-5)
-        for weight in halved.parameters():
-            weight.data /= 2
+        apart = copy.deepcopy(model)
+        assert torch.allclose(apart(ids).logits, expected, atol=1e-5)
+        for one in (halved, apart):
+            for weight in one.parameters():
+                weight.data /= 2
+        assert torch.allclose(apart(ids).logits, halved(ids).logits, atol=1e-5)  # a copy is its own
+        with joined(apart) as more:
+            assert more == saved
         model.load_state_dict(halved.state_dict())
         inside = model(ids).logits
     removed.remove()
@@ -530,13 +544,120 @@ def test_joined_projections_share_their_weights_and_come_apart_again():
     assert not torch.allclose(inside, expected, atol=1e-3)
 
 
-def test_joined_is_for_inference_and_comes_apart_after_an_error():
-    model = copy.deepcopy(model_of("llama"))
+def test_joined_layers_have_their_gradients_and_come_apart_after_an_error():
+    model, ids = ordinary("llama"), prompts()["input_ids"]
+    plain = copy.deepcopy(model)
+    plain(ids).logits.sum().backward()
+    with joined(model):
+        model(ids).logits.sum().backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-3, atol=1e-3), name
     with pytest.raises(ZeroDivisionError), joined(model):
         1 / 0  # noqa: B018
     assert "forward" not in model.model.layers[0].self_attn.q_proj.__dict__
-    with pytest.raises(CacheError, match="eval"), joined(model.train()):
+    with pytest.raises(CacheError, match="NoneType has no layers"), joined(None):
         pass
+
+
+@torch.no_grad()
+def test_what_is_done_to_joined_weights_is_seen():
+    model, ids = ordinary("llama"), prompts()["input_ids"]
+    attention = model.model.layers[0].self_attn
+    with joined(model):
+        attention.k_proj.weight = torch.nn.Parameter(torch.zeros_like(attention.k_proj.weight))
+        with pytest.raises(CacheError, match="moved or replaced"):
+            model(ids)
+    with joined(model):
+        model.double()
+        with pytest.raises(CacheError, match="moved or replaced"):
+            model(ids)
+    model.float()
+    with joined(model), pytest.raises(CacheError, match="in the order"):
+        attention.v_proj(torch.ones(1, 64))
+    assert model(ids).logits.isfinite().all()
+
+
+def test_threads_do_not_read_each_others_projections():
+    model = ordinary("llama")
+    batches = [prompts(batch=1 + number, seed=number)["input_ids"] for number in range(4)]
+    with torch.no_grad():
+        expected = [model(ids).logits for ids in batches]
+
+    def work(number):
+        with torch.no_grad():
+            return all(torch.allclose(model(batches[number]).logits, expected[number], atol=1e-5) for _ in range(40))
+
+    with joined(model), ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(4)))
+
+
+@pytest.mark.parametrize("compiled", [False, {"backend": "eager"}])
+def test_a_step_that_fails_is_not_counted(compiled, monkeypatch):
+    model, ids = copy.deepcopy(model_of("llama")), prompts(batch=2)["input_ids"]
+    with (
+        PagedCache(model.config, pool_of(model), max_tokens=40) as cache,
+        PagedCache(model.config, pool_of(model), max_tokens=40) as other,
+    ):
+        loop, undisturbed = DecodeLoop(model, cache, compiled=compiled), DecodeLoop(model, other)
+        assert torch.equal(loop.prefill(ids), undisturbed.prefill(ids))
+        with pytest.raises(IndexError):
+            loop.step(torch.tensor([1000, 2]))
+        assert (cache.get_seq_length(), cache.lengths.tolist()) == (7, [7, 7])
+        first = undisturbed.ids[:, 0].clone()
+        if not compiled:  # midway: the first layer has written its keys
+            hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loop.step(first)
+            hook.remove()
+            assert (cache.get_seq_length(), cache.lengths.tolist()) == (7, [7, 7])
+        found = [loop.step(first).clone()] + [loop.step().clone() for _ in range(10)]
+        assert torch.equal(torch.stack(found), torch.stack([undisturbed.step().clone() for _ in range(11)]))
+        cache.pool.check()
+
+
+def test_max_tokens_is_the_most_whatever_a_page_holds():
+    model, ids = model_of("llama"), prompts()["input_ids"]
+    for compiled in (False, {"backend": "eager"}):
+        with PagedCache(model.config, pool_of(model, page_tokens=16), max_tokens=10) as cache:
+            loop = DecodeLoop(model, cache, compiled=compiled)
+            loop.prefill(ids)
+            for _ in range(3):
+                loop.step()
+            with pytest.raises(CacheError, match="11 tokens do not fit max_tokens=10"):
+                loop.step()
+            with pytest.raises(CacheError, match="0 were reserved"):
+                cache.advance(1)
+
+
+WRONG = {
+    "no model": (lambda model, cache: DecodeLoop(None, cache), "NoneType"),
+    "no cache": (lambda model, cache: DecodeLoop(model, None), "NoneType"),
+    "a compiler's name": (lambda model, cache: DecodeLoop(model, cache, compiled="eager"), "compiled='eager'"),
+    "a step before the prompt": (lambda model, cache: DecodeLoop(model, cache).step(), "no prompt was read"),
+    "a list": (lambda model, cache: DecodeLoop(model, cache).prefill([[1, 2]]), "prompts are a list"),
+    "one row": (lambda model, cache: DecodeLoop(model, cache).prefill(torch.ones(4, dtype=torch.long)), r"\(B, S\)"),
+    "no prompt": (lambda model, cache: DecodeLoop(model, cache).prefill(torch.ones(2, 0).long()), r"\(2, 0\)"),
+    "fractions": (lambda model, cache: DecodeLoop(model, cache).prefill(torch.ones(2, 3)), "whole numbers"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_decode_loop_says_what_it_was_given(case):
+    model = model_of("llama")
+    call, words = WRONG[case]
+    with PagedCache(model.config, pool_of(model), max_tokens=20) as cache, pytest.raises(CacheError, match=words):
+        call(model, cache)
+
+
+def test_ids_of_another_batch_are_not_spread_over_it():
+    model = model_of("llama")
+    with PagedCache(model.config, pool_of(model), max_tokens=20) as cache:
+        loop = DecodeLoop(model, cache)
+        loop.prefill(prompts(batch=2)["input_ids"])
+        for ids in (torch.tensor([1]), torch.tensor([1, 2, 3]), torch.tensor([1.7, 2.0]), torch.tensor([[1], [2]])):
+            with pytest.raises(CacheError, match=r"whole numbers of shape \(2,\)"):
+                loop.step(ids)
+        assert cache.get_seq_length() == 7
 
 
 def test_the_bench_sets_its_arms_back(monkeypatch):
