@@ -19,6 +19,8 @@ BADGES = {
 }
 _BADGE = "display:inline-block;border-radius:4px;padding:0 6px;background:#fff;color:#1a1a1a;white-space:nowrap"
 _TABLE = "border-collapse:collapse;background:#fff;color:#1a1a1a;font-size:14px;max-width:100%"
+_FIT = "<style>.jp-RenderedPlotly img{max-width:100%;height:auto}</style>"
+"""JupyterLab's plotly renderer shows the picture first, at natural size: twice as wide as the page."""
 _CELL = "text-align:left;vertical-align:top;padding:3px 12px 3px 0;border-bottom:1px solid #ddd;white-space:normal"
 
 
@@ -106,6 +108,7 @@ def device_words(device: str, environment: dict[str, Any]) -> str:
 def opening(rows: Sequence[tuple[str, Any]], decidable: Sequence[tuple[str, str, str]]) -> Card:
     """What :meth:`Lab.start` shows: the session, and claim by claim whether this machine can decide it."""
     session = table("This session", ("", ""), rows)
+    session = Card(_FIT + session.html, session.text)
     if not decidable:
         return both(session, Card("<p>This notebook decides no claim of its own.</p>", "No claim of its own."))
     return both(

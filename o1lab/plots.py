@@ -326,7 +326,9 @@ def show(figure: go.Figure, caption: str, name: str | None = None) -> dict[str, 
     if in_kernel():
         from IPython.display import display
 
-        display(data, raw=True, metadata={"o1lab": {"figure": name or "", "caption": caption}})
+        # The picture has twice the pixels; without its width it is shown at natural size, cut at the right.
+        about = {"o1lab": {"figure": name or "", "caption": caption}, "image/png": {"width": WIDTH}}
+        display(data, raw=True, metadata=about)
     else:
         print(f"figure {name or ''}: {caption}")
     return data

@@ -284,3 +284,9 @@ def test_badges_say_the_outcome_in_words_and_by_sign(outcome):
     assert outcome in card.html
     assert "a &lt; b &amp; c" in card.html
     assert len({sign for sign, _, _ in lab_view.BADGES.values()}) == 4
+
+
+def test_the_opening_keeps_pictures_inside_the_page():
+    card = lab_view.opening([("device", "cpu")], [])
+    assert "img{max-width:100%" in card.html  # JupyterLab draws the picture first, at natural size
+    assert "max-width" not in card.text
