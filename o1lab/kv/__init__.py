@@ -20,9 +20,10 @@ _LATER = {
     "Paged": "designs", "Traffic": "traffic", "Request": "traffic", "TrafficError": "traffic",
     "long_cot": "traffic", "from_file": "traffic_files", "from_log": "traffic_files", "Outcome": "replay",
     "PagedCache": "paged_cache", "pool_for": "layout", "register": "paged_attention", "DecodeLoop": "decode_loop",
+    "joined": "compiled",
     "as_trace": "replay", "needed_bytes": "compare", "inserts": "insertion",
     "EvictingPool": "eviction", "EvictionRefused": "eviction", "Policy": "ranking", "host_pool": "lane",
-    "CopyFailed": "lane", "joined": "compiled", "DamagedCopy": "tiers", "Offloading": "offload", "compare_policies": "offload",
+    "CopyFailed": "lane", "DamagedCopy": "tiers", "Offloading": "offload", "compare_policies": "offload",
 }  # fmt: skip
 
 __all__ = ["Fragmentation", "PagePool", "PoolError", "PoolExhausted", "fragmentation"]
