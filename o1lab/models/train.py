@@ -70,7 +70,7 @@ def train(
     resume : bool
         Go on from the checkpoint in ``out``.
     start : path, optional
-        Folder of an earlier run's model whose weights to begin from; the notes name it. Not asked for on resuming.
+        Earlier run, or folder of its model, whose weights to begin from; the notes name it.
     device
         Default: ``"cuda"`` if there is one, else ``"cpu"``.
     say : callable
@@ -89,6 +89,8 @@ def train(
     folder, device = Path(out), models._device(device)
     if not resume and (folder / checkpoint.FILE).exists():
         raise TrainingError(f"{folder} holds a run already: resume it (--resume), or give another folder")
+    if resume and start is not None:
+        raise TrainingError("resume goes on from the run's own checkpoint: leave start away, or give another folder")
     run = Run(config, device)
     if resume:
         checkpoint.read(folder, plain(config))  # what is refused is refused before anything is written

@@ -152,13 +152,14 @@ class Run:
                 layer.compile(dynamic=True)
 
     def begin_from(self, folder: Path) -> None:
-        """Take the weights of an earlier run's model in place of random ones.
+        """Take the weights of an earlier run (or of its model's folder) in place of random ones.
 
         Raises
         ------
         TrainingError
             There is no such model, or it is of another size.
         """
+        folder = folder / "model" if (folder / "model" / "model.safetensors").exists() else folder
         try:
             earlier = checkpoint.read_tensors((folder / "model.safetensors").read_bytes())
             settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -171,7 +172,7 @@ class Run:
         wrong += [name for name in ("num_attention_heads", "rope_parameters") if settings.get(name) != own.get(name)]
         if wrong:
             raise TrainingError(f"the model in {folder} is no {self.config.kind} of size {self.config.size!r}: "
-                                f"{wrong[0]} does not fit")  # fmt: skip
+                                f"{wrong[0]} does not fit; give its own kind and size")  # fmt: skip
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(earlier[name])

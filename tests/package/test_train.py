@@ -298,7 +298,7 @@ def test_a_run_begins_from_the_weights_of_an_earlier_one(tmp_path):
     quiet = {"device": "cpu", "say": lambda text: None}
     train.train(config(), tmp_path / "first", **quiet)
     first = tmp_path / "first" / "model"
-    train.train(config(seed=7, rate=1e-9, steps=1), tmp_path / "second", start=first, **quiet)
+    train.train(config(seed=7, rate=1e-9, steps=1), tmp_path / "second", start=first.parent, **quiet)
     one, other = (load_file(folder / "model.safetensors") for folder in (first, tmp_path / "second" / "model"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert reasoner.notes(tmp_path / "second" / "model")["start"] == "model"
@@ -311,6 +311,8 @@ def test_a_run_begins_from_the_weights_of_an_earlier_one(tmp_path):
             train.train(wrong, tmp_path / "third", start=first, **quiet)
     with pytest.raises(TrainingError, match="no model to begin from"):
         train.train(config(), tmp_path / "third", start=tmp_path, **quiet)
+    with pytest.raises(TrainingError, match="leave start away"):
+        train.train(config(), tmp_path / "third", resume=True, start=first, **quiet)
     with pytest.raises(TrainingError, match="no checkpoint to resume"):
         train.train(config(), tmp_path / "third", resume=True, **quiet)
     with pytest.raises(O1labError, match="device"):
