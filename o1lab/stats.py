@@ -24,6 +24,18 @@ def readable(number: float, digits: int = 4) -> str:
     return f"{rounded:.{digits}g}"
 
 
+def mebibytes(count: float) -> str:
+    """Bytes in MiB: whole from 100 MiB on, below with three digits, so that little is not shown as nothing.
+
+    Examples
+    --------
+    >>> mebibytes(2**31 + 2**20), mebibytes(2**19), mebibytes(4096)
+    ('2,049', '0.5', '0.00391')
+    """
+    value = count / 2**20
+    return f"{value:,.0f}" if value >= 99.95 or not value else readable(value, 3)
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A measured number with its 95 % interval.

@@ -22,7 +22,8 @@ from o1lab.attention.rivals import Case, Step, kernel_step, rivals, sdpa
 from o1lab.attention.splits import Blocks, choose, multiprocessors
 from o1lab.attention.traffic import Workload
 from o1lab.ceilings import event_clock, rates, wall_clock
-from o1lab.stats import Estimate, readable
+from o1lab.options import ended, new_file, seconds, whole
+from o1lab.stats import Estimate, mebibytes, readable
 
 TARGET_SHAPES, CPU_SHAPES = "8x16384,64x2048,1x131072", "2x2048"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -106,7 +107,7 @@ def shown(rows: Sequence[Row], work: Workload, what: str, dtype: str, page_token
     """The rows as a table with its heading."""
     head = (
         f"{what}, {work.q_heads}/{work.kv_heads} heads of {work.head_dim}, {dtype}, pages of "
-        f"{page_tokens}: {work.kv_bytes / 2**20:,.0f} MiB of keys and values; "
+        f"{page_tokens}: {mebibytes(work.kv_bytes)} MiB of keys and values; "
         f"copy {readable(rows[0].copy.value / 1e9)} GB/s\n"
         f"{'body':<32}{'µs':>11}{'GB/s':>9}{'95 %':>16}{'of copy':>8}{'error':>8}"
     )
@@ -160,39 +161,40 @@ def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog="python -m o1lab.attention.bench", description=__doc__.partition("\n")[0])
     out.add_argument("--shapes", help=f"sequences x tokens; {TARGET_SHAPES} on CUDA, else {CPU_SHAPES}")
     for name, value in (("q-heads", 32), ("kv-heads", 8), ("head-dim", 128), ("page-tokens", 64)):
-        out.add_argument(f"--{name}", type=int, default=value)
+        out.add_argument(f"--{name}", type=whole(1), default=value)
     out.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    out.add_argument("--budget", type=float, default=0.5, help="seconds for each timed row")
-    out.add_argument("--tune", type=float, default=0, metavar="SECONDS", help="try other cuts of the kernel (CUDA)")
+    out.add_argument("--budget", type=seconds, default=0.5, help="seconds for each timed row")
+    out.add_argument("--tune", type=seconds, metavar="SECONDS", help="try other cuts of the kernel (CUDA)")
     out.add_argument("--ncu", action="store_true", help="count bytes with Nsight Compute too (CUDA)")
-    out.add_argument("--json", metavar="FILE", help="write the rows there")
+    out.add_argument("--json", type=new_file, metavar="FILE", help="write the rows there")
     out.add_argument("--once", metavar="NAME", help=argparse.SUPPRESS)  # what --ncu runs in the profiled process
     return out
 
 
+@ended
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 0 unless the arguments fit nothing."""
     import torch
 
-    asked = parser().parse_args(arguments)
-    cuda = torch.cuda.is_available()
+    asked = (line := parser()).parse_args(arguments)
+    cuda, dtype = torch.cuda.is_available(), getattr(torch, asked.dtype)
+    if asked.q_heads % asked.kv_heads:
+        line.error(f"--q-heads {asked.q_heads} is no multiple of --kv-heads {asked.kv_heads}: they cannot share them")
+    for name in ("tune", "ncu", "once"):
+        if getattr(asked, name) and not cuda:
+            line.error(f"--{name} needs a CUDA device, and there is none here")
+    shapes = (asked.shapes or (TARGET_SHAPES if cuda else CPU_SHAPES)).split(",")
+    works = [_workload(text, asked, dtype.itemsize) for text in shapes]
     device = torch.device("cuda" if cuda else "cpu", torch.cuda.current_device() if cuda else None)
     if not cuda:
         print("No CUDA device: the kernel and its targets cannot be measured here. CPU bodies on a small workload:\n")
     records = []
-    for text in (asked.shapes or (TARGET_SHAPES if cuda else CPU_SHAPES)).split(","):
-        try:
-            batch, tokens = (int(part) for part in text.split("x"))
-        except ValueError:
-            print(f"{text!r} is no workload: write sequences x tokens, such as 8x16384", file=sys.stderr)
-            return 2
-        if batch < 1 or tokens < 1 or tokens % asked.page_tokens:
-            print(f"{text}: tokens must be a multiple of the {asked.page_tokens} in a page", file=sys.stderr)
-            return 2
-        dtype = getattr(torch, asked.dtype)
-        work = Workload(batch, tokens, 1, asked.q_heads, asked.kv_heads, asked.head_dim, dtype.itemsize)
+    for text, work in zip(shapes, works, strict=True):
         with torch.inference_mode():
-            case = Case.make(work, dtype, device, asked.page_tokens)
+            try:
+                case = Case.make(work, dtype, device, asked.page_tokens)
+            except RuntimeError as error:  # memory is out
+                raise AttentionError(f"{text} cannot be made on {device}: {str(error).splitlines()[0]}") from error
             if asked.once:
                 counted.run_once(rivals(case)[asked.once])
                 return 0
@@ -204,13 +206,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _workload(text: str, asked: argparse.Namespace, element_bytes: int) -> Workload:
+    try:
+        batch, tokens = (int(part) for part in text.split("x"))
+    except ValueError:
+        raise AttentionError(f"{text!r} is no workload: write sequences x tokens, such as 8x16384") from None
+    if batch < 1 or tokens < 1 or tokens % asked.page_tokens:
+        raise AttentionError(f"{text}: at least 1 sequence, and tokens a multiple of the {asked.page_tokens} in a page")
+    return Workload(batch, tokens, 1, asked.q_heads, asked.kv_heads, asked.head_dim, element_bytes)
+
+
 def _report(case: Case, text: str, asked: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
     work = case.work
     rows = table(case, device, asked.budget)
     print(shown(rows, work, f"{text} tokens", asked.dtype, asked.page_tokens))
     print(
-        f"bytes by arithmetic, MiB: one pass over pages {work.fused() / 2**20:,.0f}, gather + SDPA "
-        f"{work.gathered() / 2**20:,.0f}, three stages {work.three_stage() / 2**20:,.0f}"
+        f"bytes by arithmetic, MiB: one pass over pages {mebibytes(work.fused())}, gather + SDPA "
+        f"{mebibytes(work.gathered())}, three stages {mebibytes(work.three_stage())}"
     )
     if device.type == "cuda":
         print(footprint(case))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,15 @@ def _need(true: bool, message: str) -> None:
         raise AttentionError(message)
 
 
+def tensors(**given: object) -> None:
+    """AttentionError unless all are tensors."""
+    from torch import Tensor
+
+    for name, one in given.items():
+        if not isinstance(one, Tensor):
+            raise AttentionError(f"{name} is a {type(one).__name__}; it must be a tensor")
+
+
 def problem(
     q: Tensor, pages: Tensor, block_table: Tensor, lengths: Tensor, bias: Tensor | None = None,
     scales: Tensor | None = None, *, prefill: bool = False,
@@ -69,6 +79,8 @@ def problem(
     """
     import torch
 
+    tensors(q=q, pages=pages, block_table=block_table, lengths=lengths)
+    tensors(**{name: one for name, one in (("bias", bias), ("scales", scales)) if one is not None})
     form, size = ("(B, Hq, S, D)", 4) if prefill else ("(B, Hq, D)", 3)
     _need(q.dim() == size, f"q has shape {tuple(q.shape)}; it must be {form}")
     _need(
@@ -118,6 +130,18 @@ def problem(
         if other is not None:
             _need(other.device == q.device, f"{name} is on {other.device}, q on {q.device}")
     return found
+
+
+def factor(scale: float | None, sizes: Problem) -> float:
+    """The factor of the scores, ``D ** -0.5`` by default; AttentionError unless it is a finite number."""
+    if scale is None:
+        return sizes.head_dim**-0.5
+    try:
+        number = math.nan if isinstance(scale, str) else float(scale)
+    except (TypeError, ValueError):
+        number = math.nan
+    _need(math.isfinite(number), f"scale={scale!r}; it must be a finite number, or None for {sizes.head_dim}**-0.5")
+    return number
 
 
 def contents(sizes: Problem, block_table: Tensor, lengths: Tensor) -> None:

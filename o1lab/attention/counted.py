@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from o1lab.attention.checks import AttentionError
+from o1lab.stats import mebibytes
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 UNITS = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9}
@@ -80,5 +81,5 @@ def report(shape: str, asked: argparse.Namespace) -> str:
             read, written = count(name, shape, asked)
         except (AttentionError, subprocess.SubprocessError) as error:
             return "\n".join([*lines, f"ncu: {error}"])
-        lines.append(f"ncu, {name}: {read / 2**20:,.0f} MiB read, {written / 2**20:,.0f} MiB written")
+        lines.append(f"ncu, {name}: {mebibytes(read)} MiB read, {mebibytes(written)} MiB written")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from o1lab.attention import flex, launch, reference, splits
 from o1lab.attention.bias import PositionBias
-from o1lab.attention.checks import AttentionError, Problem, contents, problem
+from o1lab.attention.checks import AttentionError, Problem, contents, factor, problem, tensors
 from o1lab.attention.splits import Workspace
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def workspace(q: Tensor, pages: Tensor, block_table: Tensor, *, splits: int | No
     """
     from o1lab.attention.splits import choose, multiprocessors
 
+    tensors(q=q, pages=pages, block_table=block_table)
     count, _, tokens, kv_heads, head_dim = pages.shape
     sizes = Problem(q.shape[0], 1, q.shape[1], kv_heads, head_dim, tokens, count, block_table.shape[1])
     if splits is None:
@@ -93,12 +94,16 @@ def paged_decode(
     sizes = problem(q, pages, block_table, lengths, bias, scales)
     if check or (check is None and q.device.type == "cpu"):
         contents(sizes, block_table, lengths)
+    if out is not None:
+        tensors(out=out)
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise AttentionError(f"workspace is a {type(workspace).__name__}; o1lab.attention.workspace(…) makes one")
     if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.device != q.device):
         raise AttentionError(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device}; "
             f"it must be {tuple(q.shape)} {q.dtype} on {q.device}"
         )
-    scale = sizes.head_dim**-0.5 if scale is None else float(scale)
+    scale = factor(scale, sizes)
     chosen = _choose(body, DECODE, q, sizes, pages, block_table, lengths, bias)
     if chosen != "triton":
         given = (q[:, :, None], pages, block_table, lengths, sizes, scale, bias, scales)
@@ -175,7 +180,7 @@ def paged_prefill(
     sizes = problem(q, pages, block_table, lengths, vector, scales, prefill=True)
     if check or (check is None and q.device.type == "cpu"):
         contents(sizes, block_table, lengths)
-    scale = sizes.head_dim**-0.5 if scale is None else float(scale)
+    scale = factor(scale, sizes)
     chosen = _choose(body, PREFILL, q, sizes, pages)
     if chosen.startswith("flex"):
         return flex.prefill(q, pages, block_table, lengths, sizes, scale, bias, compile=chosen == "flex")
@@ -209,6 +214,10 @@ def attend(
     >>> tuple(attend(torch.zeros(1, 2, 1, 8), kv).shape)
     (1, 1, 2, 8)
     """
+    if not isinstance(kv, PagedKV) or len(getattr(query, "shape", ())) != 4:
+        raise AttentionError(
+            f"query is a {type(query).__name__}, kv a {type(kv).__name__}; need a tensor (B, Hq, S, D), a PagedKV"
+        )
     common = (kv.pages, kv.block_table, kv.lengths)
     if query.shape[2] == 1:
         vector = bias.vector(kv.lengths) if isinstance(bias, PositionBias) else bias

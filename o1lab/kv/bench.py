@@ -14,10 +14,8 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from o1lab.errors import O1labError
 from o1lab.kv.backing import OnDevice
 from o1lab.kv.compare import compare
 from o1lab.kv.designs import Design, Growing, KVShape, Paged, Static
@@ -26,6 +24,7 @@ from o1lab.kv.latency import quantile
 from o1lab.kv.pool import PagePool
 from o1lab.kv.replay import Outcome, replay
 from o1lab.kv.traffic import Traffic, long_cot
+from o1lab.options import device, ended, new_file, whole
 from o1lab.stats import Estimate
 
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
@@ -166,14 +165,15 @@ def print_replay(device: str, quick: bool) -> dict[str, Any]:
 TABLES = {"latency": print_latency, "inserts": print_inserts, "replay": print_replay}
 
 
+@ended
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables that are asked for, all by default."""
     parser = argparse.ArgumentParser(prog="o1lab.kv.bench", description=__doc__.splitlines()[0])
     parser.add_argument("tables", nargs="*", help=", ".join(TABLES))
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--torch-threads", type=int, default=1, help="threads that one copy may use on a CPU (1)")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu or cuda; latency keeps books only")
+    parser.add_argument("--torch-threads", type=whole(1, 1024), default=1, help="threads of one copy on a CPU (1)")
     parser.add_argument("--quick", action="store_true", help="few repeats: to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the figures into this file")
+    parser.add_argument("--json", type=new_file, help="also write the figures into this file")
     options = parser.parse_args(argv)
     unknown = [name for name in options.tables if name not in TABLES]
     if unknown:
@@ -182,13 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(options.torch_threads)
     found = {}
-    try:
-        for name in options.tables or TABLES:
-            print(f"-- {name}")
-            found[name] = TABLES[name](options.device, options.quick)
-    except O1labError as error:
-        print(f"o1lab: {error}", file=sys.stderr)
-        return 2
+    for name in options.tables or TABLES:
+        print(f"-- {name}")
+        found[name] = TABLES[name](options.device, options.quick)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 0

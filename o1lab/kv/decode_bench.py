@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from o1lab.kv.decode_loop import DecodeLoop
 from o1lab.kv.latency import quantile
 from o1lab.kv.layout import Heads, pool_for
 from o1lab.kv.paged_cache import PagedCache
+from o1lab.options import device, ended, new_file, seconds, settings, whole
 from o1lab.stats import Estimate
 
 ARMS = (
@@ -139,6 +139,8 @@ def step_of(arm: str, model: Any, batch: int, context: int) -> tuple[Callable[[]
 
 def measure(name: str, model: Any, arm: str, batch: int, context: int, steps: int, seconds: float, copy: float) -> Row:
     """Time up to ``steps`` steps of one arm within ``seconds``; an arm that fails says why in its note."""
+    if "graph" in arm and model.device.type != "cuda":
+        return Row(name, batch, arm, 0, 0.0, 0.0, {}, "needs a CUDA device")
     try:
         with joined(model) if arm.startswith("fused") else nullcontext():
             taken, mean = _timed(model, *step_of(arm, model, batch, context), steps, seconds)
@@ -230,18 +232,19 @@ def _quantile(values: list[float], q: float) -> Estimate | None:
         return None
 
 
+@ended
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="o1lab.kv.decode_bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", help=f"{', '.join(SIZES)}, or a name for o1lab.models.load")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="by default all; on a CPU without graph and compiler")
-    parser.add_argument("--batch", nargs="+", type=int, default=None, help="sequences (1 32; 1 2 on a CPU)")
-    parser.add_argument("--context", type=int, default=None, help="tokens before the first step (4096; 64 on a CPU)")
-    parser.add_argument("--steps", type=int, default=None, help="most steps of an arm (4000; 50 on a CPU)")
-    parser.add_argument("--seconds-per-arm", type=float, default=30.0, help="most seconds of an arm after warm-up (30)")
-    parser.add_argument("--tuned", type=json.loads, help="compiler options of the tuned arm, as JSON, in place of ours")
-    parser.add_argument("--json", type=Path, help="also write the figures into this file")
+    parser.add_argument("--batch", nargs="+", type=whole(1), help="sequences (1 32; 1 2 on a CPU)")
+    parser.add_argument("--context", type=whole(1), help="tokens before the first step (4096; 64 on a CPU)")
+    parser.add_argument("--steps", type=whole(1), help="most steps of an arm (4000; 50 on a CPU)")
+    parser.add_argument("--seconds-per-arm", type=seconds, default=30.0, help="most seconds of an arm (30)")
+    parser.add_argument("--tuned", type=settings, help="compiler options of the tuned arm, as JSON, in place of ours")
+    parser.add_argument("--json", type=new_file, help="also write the figures into this file")
     options = parser.parse_args(argv)
     if options.tuned is not None:
         TUNED.clear()

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Iterable
 
+from o1lab.kv.asked import span
 from o1lab.kv.eviction_state import faults
 from o1lab.kv.lane import CopyFailed
 from o1lab.kv.pool import ForeignPage, PagePool, PoolError, PoolExhausted
@@ -118,6 +119,8 @@ class EvictingPool(Tiers):
         ttl : float, optional
             Time for which it is likely to come back: shielded until then, and among the first to go afterwards.
         """
+        if ttl is not None:
+            span("ttl", ttl)
         with self._lock:
             record = self._owner(owner)
             if not record.active:

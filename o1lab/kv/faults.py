@@ -16,17 +16,16 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from o1lab.errors import O1labError
 from o1lab.kv.eviction import EvictingPool
 from o1lab.kv.lane import CopyFailed, Lane, host_pool
 from o1lab.kv.pool import PagePool, PoolError
 from o1lab.kv.ranking import Policy
 from o1lab.kv.tiers import DamagedCopy
+from o1lab.options import ended, new_file, whole
 from o1lab.stats import Estimate, proportion
 
 KINDS = {
@@ -241,19 +240,16 @@ def table(results: dict[str, list[Row]]) -> str:
     return "\n".join(lines)
 
 
+@ended
 def main(argv: Sequence[str] | None = None) -> int:
     """Inject faults and print the table."""
     parser = argparse.ArgumentParser(prog="python -m o1lab.kv.faults", description=__doc__)
-    parser.add_argument("--n", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--n", type=whole(1), default=10_000, help="faults in all (%(default)s)")
+    parser.add_argument("--seed", type=whole(0, 2**32), default=0)
+    parser.add_argument("--json", type=new_file, help="write the rows there")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    try:
-        results = {verify: inject(options.n, verify, options.seed) for verify in POOLS}
-    except O1labError as error:
-        print(f"o1lab: {error}", file=sys.stderr)
-        return 2
+    results = {verify: inject(options.n, verify, options.seed) for verify in POOLS}
     print(table(results))
     if options.json:
         found: dict[str, Any] = {POOLS[name]: [asdict(row) for row in rows] for name, rows in results.items()}

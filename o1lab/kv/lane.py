@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from o1lab.kv.asked import a_pool
 from o1lab.kv.checksum import checksums
 from o1lab.kv.pool import PagePool, PoolError
 
@@ -97,6 +98,7 @@ def host_pool(like: PagePool, bytes: int) -> PagePool:
     """
     import torch
 
+    a_pool("like", like)
     device = "meta" if like.arena.device.type == "meta" else "cpu"
     pool = PagePool(bytes, device=device, page_bytes=like.page_bytes, chunk_bytes=like.chunk_pages * like.page_bytes)
     if like.arena.device.type == "cuda":
@@ -132,6 +134,8 @@ class Lane:
         self, device: PagePool, host: PagePool, *, workers: int = 1, readback: bool | None = None,
         verify: bool = True, copy: Callable[[Any, Any], None] | None = None,
     ) -> None:  # fmt: skip
+        a_pool("device", device)
+        a_pool("host", host)
         if device.page_bytes != host.page_bytes:
             raise PoolError(f"pages of {device.page_bytes} bytes do not go into pages of {host.page_bytes}")
         self.cuda = device.arena.device.type == "cuda"

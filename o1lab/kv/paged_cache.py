@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 
 from o1lab.attention import PagedKV
 from o1lab.errors import CacheError
+from o1lab.kv import asked
 from o1lab.kv.layout import Heads, Layout
 from o1lab.kv.paged_attention import NAME, Step
 from o1lab.kv.paged_layer import PagedLayer
@@ -93,6 +94,8 @@ class PagedCache(Cache):
         self._layout: Layout | None = None
         self._books: Sequences | None = None
         self._closed = self._recording = False
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise CacheError(f"dtype={dtype!r}: give a torch dtype, such as torch.bfloat16")
         if dtype is not None:
             self._bind(dtype)
 
@@ -149,7 +152,7 @@ class PagedCache(Cache):
 
     def paged(self, layer_idx: int) -> PagedKV:
         """Pages, table and lengths of one layer, as :func:`o1lab.attention.attend` takes them."""
-        books = self._used()
+        books, layer_idx = self._used(), self._layer(layer_idx)
         return PagedKV(self._layout.pages, books.block_tables[layer_idx], books.lengths, self._layout.scales)
 
     def update(
@@ -160,10 +163,12 @@ class PagedCache(Cache):
         Keys and values (B, Hkv, length, D), or twice the :class:`~o1lab.kv.paged_attention.Step` that the paged
         implementation reads. The first tokens of empty sequences come back as they were given, also where int8 is kept.
         """
+        for name, given in (("key_states", key_states), ("value_states", value_states)):
+            if not isinstance(given, Tensor):
+                raise CacheError(f"{name} is a {type(given).__name__}: give a tensor (B, Hkv, S, D)")
         if not self._open():
             self._bind(key_states.dtype)
-        if not 0 <= layer_idx < len(self.layers):
-            raise CacheError(f"layer_idx={layer_idx}: the config has {len(self.layers)} layers; is it this model's?")
+        layer_idx = self._layer(layer_idx)
         self.heads.check(key_states, value_states, self._layout.pages)
         layer, books, tokens = self.layers[layer_idx], self._books, key_states.shape[2]
         if layer.seen == books.length:
@@ -208,8 +213,7 @@ class PagedCache(Cache):
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Keep the sequences at ``indices`` (or where a boolean mask is set), in that order."""
         if self._open() and self._books.rows:
-            indices = torch.as_tensor(indices)
-            self._books.select((indices.nonzero() if indices.dtype == torch.bool else indices).flatten().tolist())
+            self._books.select(asked.rows(indices, len(self._books.rows)))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``−tokens_to_remove`` tokens of each sequence; also after a pass that broke off midway.
@@ -217,11 +221,11 @@ class PagedCache(Cache):
         0 forgets nothing but a token that only the device has counted. Positive numbers, a length to keep in older
         transformers, are refused as by newer ones.
         """
-        held = self._books.length if self._open() else 0
+        held, tokens_to_remove = self._books.length if self._open() else 0, asked.count("crop", tokens_to_remove)
         if not -held <= tokens_to_remove <= 0:
             raise CacheError(f"crop({tokens_to_remove}): give −n to forget n of {held} tokens")
         if tokens_to_remove:
-            self._books.shorten(held + int(tokens_to_remove))
+            self._books.shorten(held + tokens_to_remove)
         elif self._open() and self._books.rows:
             self._books.lengths.fill_(held)
         if self._open():
@@ -241,6 +245,7 @@ class PagedCache(Cache):
 
     def fork(self, rows: Sequence[int] | None = None, tokens: int | None = None) -> PagedCache:
         """A new cache that shares this one's pages (``copy.deepcopy`` does so too); see :meth:`adopt`."""
+        rows, tokens = self._chosen(rows, tokens)
         dtype = self._layout.pages.dtype if self._open() else None
         new = PagedCache(self.config, self.pool, max_tokens=self.max_tokens, dtype=dtype)
         if self._books and self._books.length:
@@ -252,7 +257,10 @@ class PagedCache(Cache):
 
         A row may be named several times. Nothing is copied but, at the first write, a last page that is not full.
         """
+        rows, tokens = self._chosen(rows, tokens)
         self._open()
+        if not isinstance(other, PagedCache):
+            raise CacheError(f"a {type(other).__name__} has no pages to share: adopt another PagedCache")
         if not other._open() or any(layer.seen != other._books.length for layer in other.layers):
             raise CacheError(f"{other!r} holds nothing to adopt, or its last pass broke off: crop it first")
         if other.heads != self.heads:
@@ -263,8 +271,8 @@ class PagedCache(Cache):
         if kept != self._layout.pages.dtype:
             raise CacheError(f"the other cache keeps {kept}, this one {self._layout.pages.dtype}")
         source = other._books
-        rows = range(len(source.rows)) if rows is None else rows
-        self._books.adopt(source, list(rows), source.length if tokens is None else tokens)
+        rows = list(range(len(source.rows))) if rows is None else rows
+        self._books.adopt(source, rows, source.length if tokens is None else tokens)
         self._level()
 
     def reserve(self, tokens: int, batch: int | None = None) -> None:
@@ -300,6 +308,16 @@ class PagedCache(Cache):
         finally:
             self._recording, books.length = False, length
             self._level()
+
+    def _layer(self, layer_idx: int) -> int:
+        number = asked.count("layer_idx", layer_idx)
+        if not 0 <= number < len(self.layers):
+            raise CacheError(f"layer_idx={layer_idx}: the config has {len(self.layers)} layers; is it this model's?")
+        return number
+
+    @staticmethod
+    def _chosen(rows: Sequence[int] | None, tokens: int | None) -> tuple[list[int] | None, int | None]:
+        return None if rows is None else asked.counts("rows", rows), tokens and asked.count("tokens", tokens)
 
     def _open(self) -> bool:
         """Whether there are books yet; a released cache raises."""

@@ -13,10 +13,10 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 from o1lab.errors import O1labError
+from o1lab.kv.asked import hashable, one_each, page_number, page_numbers
 from o1lab.kv.pages import FreePages, is_run
 from o1lab.kv.pool_state import NOBODY, PoolState, PoolStats, counts, faults, reserve
 
@@ -131,6 +131,9 @@ class PagePool:
     def __repr__(self) -> str:
         return f"PagePool({self.pages} pages of {self.page_bytes} bytes on {self.arena.device}, {self.free_pages} free)"
 
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise PoolError("a pool cannot be copied or pickled: it alone keeps its pages' books; share the pool itself")
+
     @property
     def free_pages(self) -> int:
         """Pages that are free now."""
@@ -156,12 +159,12 @@ class PagePool:
         Raises
         ------
         PoolError
-            ``n`` is no number of pages, ``owner`` cannot be hashed; PoolExhausted: fewer than ``n`` pages are free.
+            ``n`` is no number of pages, ``owner`` cannot be hashed, ``after`` is no page; PoolExhausted: too few free.
         """
         try:
             hash(owner)
         except TypeError:
-            raise PoolError(f"owner={owner!r}: anything that can be a key of a dict, a text say") from None
+            hashable(owner)  # says so; called only then, as each request would pay for the call
         if self._abandoned:
             self._sweep()
         with self._lock:
@@ -180,11 +183,13 @@ class PagePool:
     def _several(self, n: int, owner: Any, contiguous: bool, after: int | None) -> list[int]:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise PoolError(f"n={n!r}: ask for a whole number of pages, at least 1")
+        if after is not None:
+            after = page_number(after, self.pages, "after")
         if n > self._space.count:
             self._failures += 1
             state = PoolState(tuple(self._space.bitmaps), self.page_bytes, self.bytes)
             raise PoolExhausted(n, self._space.count, self.pages, state)
-        pages = self._space.take(n, contiguous, after)
+        pages = self._space.take(n, bool(contiguous), after)
         for page in pages:
             self._holder[page] = owner
         return pages
@@ -204,7 +209,7 @@ class PagePool:
         DoubleFree, ForeignPage, StalePage
             Nothing is given back then.
         """
-        numbers = _numbers(pages)
+        numbers = page_numbers(pages)
         if not numbers:
             return
         with self._lock:
@@ -238,9 +243,7 @@ class PagePool:
                 raise ForeignPage(f"{page!r} is no page of this pool: its pages are 0 to {self.pages - 1}")
             if self._holder[page] is NOBODY:
                 raise kind(f"page {page} is free: it was given back {self._generation[page]} times so far")
-        if generations is not None and len(generations) != len(pages):
-            raise PoolError(f"{len(generations)} generations for {len(pages)} pages: give one for each")
-        for page, old in zip(pages, generations or (), strict=False):
+        for page, old in zip(pages, one_each(generations, pages), strict=False):
             if self._generation[page] != old:
                 raise StalePage(
                     f"page {page} of generation {old} was given back; generation {self._generation[page]} belongs to "
@@ -301,7 +304,8 @@ class PagePool:
 
         A page that is free, changed hands or does not exist raises as in :meth:`free`; nothing is shared then.
         """
-        numbers = _numbers(pages)
+        hashable(owner)
+        numbers = page_numbers(pages)
         with self._lock:
             self._check(numbers, generations, StalePage)
             for page in numbers:
@@ -331,30 +335,32 @@ class PagePool:
 
         With ``generation`` a page that was given back since raises :class:`StalePage`.
         """
-        if generation is not None or not 0 <= page < self.pages:
+        page = page_number(page, self.pages)
+        if generation is not None:
             with self._lock:
-                self._check([page], None if generation is None else [generation], StalePage)
+                self._check([page], [generation], StalePage)
         return self._views[page]
 
     def view(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """All pages as one tensor of shape (pages, *shape), e.g. ``(2, T, Hkv, D)`` for paged attention.
 
-        Raises
-        ------
-        PoolError
-            A page holds another number of elements.
+        PoolError where a page holds another number of elements, or ``dtype`` or ``shape`` is none.
         """
         try:
             return self.arena.view(dtype).view(self.pages, *shape)
-        except RuntimeError as error:
-            raise PoolError(f"a page of {self.page_bytes} bytes is not {tuple(shape)} of {dtype}") from error
+        except (RuntimeError, TypeError) as error:
+            raise PoolError(f"a page of {self.page_bytes} bytes is not {shape!r} of {dtype!r}") from error
 
     def generation(self, page: int) -> int:
         """How often the page was given back so far: while it stays the same, so does the page's holder."""
-        return self._generation[page]
+        try:
+            return self._generation[page if page >= 0 else None]
+        except (IndexError, TypeError):
+            return self._generation[page_number(page, self.pages)]
 
     def references(self, page: int) -> int:
         """How many hold the page; a free page raises :class:`StalePage`."""
+        page = page_number(page, self.pages)
         with self._lock:
             self._check([page], None, StalePage)
             return 1 + len(self._sharers.get(page, ()))
@@ -391,10 +397,3 @@ class PagePool:
             wrong = faults(self)
         if wrong:
             raise PoolError(f"the pool's books are wrong: {'; '.join(wrong)}")
-
-
-def _numbers(pages: Iterable[int]) -> list[int]:
-    try:
-        return [*map(index, pages)]
-    except TypeError as error:
-        raise ForeignPage(f"pages are whole numbers in a list, as allocate gave them: {error}") from error

@@ -30,6 +30,8 @@ def reserve(size: int, device: str | torch.device) -> tuple[torch.Tensor, Any]:
             memory = torch.cuda.MemPool()
             with torch.cuda.use_mem_pool(memory):
                 return torch.empty(size, dtype=torch.uint8, device=where), memory
+    except TypeError as error:
+        raise PoolError(f"device={device!r}: a text such as 'cuda', or a torch.device") from error
     except (RuntimeError, AssertionError) as error:  # torch.OutOfMemoryError is one; a build without CUDA asserts
         reason = str(error).partition("\n")[0]
         raise PoolError(f"no pool of {size / 2**30:.2f} GiB on {device}: {reason}") from error

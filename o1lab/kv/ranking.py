@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from o1lab.kv.asked import span
 from o1lab.kv.pool import PoolError
 
 CHECKS = ("none", "copy", "full")
@@ -69,16 +70,16 @@ class Policy:
     def __post_init__(self) -> None:
         if self.verify not in CHECKS:
             raise PoolError(f"verify={self.verify!r}: one of {', '.join(CHECKS)}")
+        for name in ("evict_at", "copy_at", "age", "patience_s", "overdue"):
+            span(name, getattr(self, name))
+        if self.shield is not None:
+            span("shield", self.shield)
         if not 0 <= self.evict_at <= 1 or not self.copy_at >= 0 or not 0 < self.age < math.inf:
             raise PoolError(f"evict_at={self.evict_at!r}, copy_at={self.copy_at!r}, age={self.age!r}: out of range")
         for name in ("batch_pages", "in_flight_pages"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PoolError(f"{name}={value!r}: a whole number of pages, at least 1")
-        for name in ("patience_s", "overdue", "shield"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise PoolError(f"{name}={value!r}: 0 or more")
 
     @classmethod
     def as_written(cls, **changes: object) -> Policy:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from o1lab.kv.asked import a_pool, hashable, page_numbers
 from o1lab.kv.eviction_state import Counts
 from o1lab.kv.lane import CopyFailed, Group, Job, Lane
 from o1lab.kv.pool import ForeignPage, PagePool, PoolError
@@ -47,11 +48,13 @@ class Tiers:
         self, pool: PagePool, host: PagePool, policy: Policy | None = None, *,
         clock: Callable[[], float] = time.monotonic, lane: Lane | None = None, back: Lane | None = None,
     ) -> None:  # fmt: skip
-        for name, given in (("pool", pool), ("host", host)):
-            if not isinstance(given, PagePool):
-                raise PoolError(
-                    f"{name} is a {type(given).__name__}: give a PagePool (host_pool makes one for the host)"
-                )
+        a_pool("pool", pool)
+        a_pool("host", host)
+        for name, given, kind in (("policy", policy, Policy), ("lane", lane, Lane), ("back", back, Lane)):
+            if given is not None and not isinstance(given, kind):
+                raise PoolError(f"{name}={given!r}: give a {kind.__name__}, or nothing for ours")
+        if not callable(clock):
+            raise PoolError(f"clock={clock!r}: give a function that returns the time, or none")
         if pool is host:
             raise PoolError("pool and host are the same: pages need another pool to go to")
         self.pool, self.host, self.policy, self.clock = pool, host, policy or Policy(), clock
@@ -70,12 +73,13 @@ class Tiers:
         self._lock = threading.RLock()
 
     def _owner(self, owner: Hashable) -> Owner:
+        hashable(owner)
         if owner not in self._owners:
             raise ForeignPage(f"{owner!r} holds no pages here: it was never given any, or has been released")
         return self._owners[owner]
 
     def _open(self, pages: Iterable[int], owner: Hashable) -> tuple[Owner, list[int]]:
-        record, numbers = self._owner(owner), list(pages)
+        record, numbers = self._owner(owner), page_numbers(pages)
         if not numbers or not set(numbers) <= set(record.open) or len(set(numbers)) < len(numbers):
             raise ForeignPage(f"pages {numbers} are not all open pages of {owner!r}, which are {record.open}")
         return record, numbers

@@ -14,13 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from o1lab.errors import O1labError
 from o1lab.kv.backing import OnDevice
 from o1lab.kv.designs import KVShape
 from o1lab.kv.eviction import EvictingPool
@@ -30,7 +28,8 @@ from o1lab.kv.offload import HEAD, compare_policies
 from o1lab.kv.pool import PagePool
 from o1lab.kv.ranking import Policy
 from o1lab.kv.traffic import long_cot
-from o1lab.stats import Estimate, median
+from o1lab.options import device, ended, new_file, whole
+from o1lab.stats import Estimate, mebibytes, median
 
 ROUNDS = 8
 
@@ -233,16 +232,17 @@ TABLES: dict[str, Callable[[Setting], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@ended
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables that are asked for, all by default."""
     parser = argparse.ArgumentParser(prog="python -m o1lab.kv.writeback_bench", description=__doc__)
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; default: all")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="small sizes, as without a GPU")
     parser.add_argument("--verify-on", choices=("device", "host"), help="where host copies are summed; default: device")
-    parser.add_argument("--workers", type=int, default=2, help="threads that copy to the host")
-    parser.add_argument("--batch", type=int, default=128, help="pages of one copy")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--workers", type=whole(0, 64), default=2, help="threads that copy to the host")
+    parser.add_argument("--batch", type=whole(1), default=128, help="pages of one copy")
+    parser.add_argument("--json", type=new_file, help="write the figures there")
     options = parser.parse_args(argv)
     if unknown := set(options.tables) - set(TABLES):
         parser.error(f"no table {unknown.pop()!r}; there are {', '.join(TABLES)}")
@@ -250,17 +250,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     readback = None if options.verify_on is None else options.verify_on == "device"
     chosen = {"readback": readback, "workers": options.workers, "batch_pages": options.batch}
     at, found = setting(options.device, options.quick, **chosen), {}
-    try:
-        for name in options.tables or TABLES:
-            print(f"-- {name}: {at.pages * at.page_bytes / 2**20:,.0f} MiB on {at.device}", flush=True)
-            found[name] = TABLES[name](at)
-            for label, value in found[name].items():
-                if isinstance(value, Estimate):
-                    print(f"{label:<16}{value}")
-                    found[name][label] = value.to_dict()
-    except O1labError as error:
-        print(f"o1lab: {error}", file=sys.stderr)
-        return 2
+    for name in options.tables or TABLES:
+        print(f"-- {name}: {mebibytes(at.pages * at.page_bytes)} MiB on {at.device}", flush=True)
+        found[name] = TABLES[name](at)
+        for label, value in found[name].items():
+            if isinstance(value, Estimate):
+                print(f"{label:<16}{value}")
+                found[name][label] = value.to_dict()
     if options.json:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 0

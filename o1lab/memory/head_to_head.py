@@ -30,6 +30,7 @@ from o1lab.memory.rivals import TOOLS, Tool, case_names, find_case, tool
 from o1lab.memory.rivals.cell import MISSING, run
 from o1lab.memory.rivals.record import RAN, Cell, Comparison
 from o1lab.memory.rivals.view import figure, summary, text
+from o1lab.options import new_file, seconds, whole
 
 if TYPE_CHECKING:
     from o1lab.memory.catalogue import Case
@@ -182,10 +183,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m o1lab.memory.head_to_head", description=__doc__)
     parser.add_argument("--cases", nargs="+", help="names of the catalogue (default: all)")
     parser.add_argument("--tools", nargs="+", help="of " + ", ".join(one.name for one in TOOLS))
-    parser.add_argument("--requests", type=int, help="to judge, the same for every tool (default: as suits the case)")
-    parser.add_argument("--timeout", type=float, default=SECONDS, help="seconds for a cell (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="cells at a time (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the record there")
+    parser.add_argument(
+        "--requests", type=whole(1), help="to judge, the same for all tools (default: as suits the case)"
+    )
+    parser.add_argument("--timeout", type=seconds, default=SECONDS, help="seconds for a cell (default: %(default)s)")
+    parser.add_argument("--jobs", type=whole(1), default=2, help="cells at a time (default: %(default)s)")
+    parser.add_argument("--json", type=new_file, help="write the record there")
     options = parser.parse_args(argv)
     settings = {"requests": options.requests, "seconds": options.timeout, "jobs": options.jobs}
     try:

@@ -15,7 +15,7 @@ import pytest
 
 import o1lab
 from o1lab import __main__ as cli
-from o1lab import bench
+from o1lab import bench, options
 from o1lab.errors import RunError
 
 MODULES = sorted(
@@ -98,6 +98,84 @@ def test_a_bench_gets_the_rest_of_the_line_and_ends_as_it_says(monkeypatch, caps
         cli.main(["bench", "speed"])
     assert stopped.value.code == 2
     assert "choose from" in capsys.readouterr().err
+
+
+BAD = {
+    "decode --device cuda": "there is no CUDA device here; give cpu",
+    "kv latency --device cuda": "there is no CUDA device here; give cpu",
+    "writeback rate --device cuda:1": "there is no CUDA device here; give cpu",
+    "decode --device gpu": "'gpu': give cpu, cuda or cuda:1",
+    "writeback --device cpu:x": "'cpu:x': give cpu, cuda or cuda:1",
+    "kv --json /nope/x.json": "there is no folder /nope; make it first",
+    "decode --json /nope/x.json": "there is no folder /nope; make it first",
+    "writeback --json /nope/x.json": "there is no folder /nope; make it first",
+    "faults --json /nope/x.json": "there is no folder /nope; make it first",
+    "attention --json /nope/x.json": "there is no folder /nope; make it first",
+    "tools --json /nope/x.json": "there is no folder /nope; make it first",
+    "faults --json .": "is a folder: name a file in it",
+    "kv --torch-threads 0": "'0': give a whole number, at least 1, at most 1,024",
+    "decode --batch 1 0": "'0': give a whole number, at least 1",
+    "decode --context -4": "'-4': give a whole number, at least 1",
+    "decode --steps 0": "'0': give a whole number, at least 1",
+    "decode --steps 1.5": "'1.5': give a whole number, at least 1",
+    "decode --seconds-per-arm nan": "'nan': give seconds, above 0",
+    "decode --tuned [1]": "'[1]': give a JSON object",
+    "decode --models nothing --device cpu --steps 1": "unknown model 'nothing'",
+    "writeback --batch 0": "'0': give a whole number, at least 1",
+    "writeback --workers -1": "'-1': give a whole number, at least 0",
+    "attention --q-heads 3 --kv-heads 2": "--q-heads 3 is no multiple of --kv-heads 2",
+    "attention --head-dim 0": "'0': give a whole number, at least 1",
+    "attention --budget 0": "'0': give seconds, above 0",
+    "attention --shapes 2x64,0x64": "0x64: at least 1 sequence",
+    "attention --shapes 2x64x1": "'2x64x1' is no workload",
+    "attention --tune 5": "--tune needs a CUDA device",
+    "attention --ncu": "--ncu needs a CUDA device",
+    "faults --n 0": "'0': give a whole number, at least 1",
+    "faults --n 17": "n=17: at least 18, one fault of each kind at each place",
+    "faults --seed -1": "'-1': give a whole number, at least 0",
+    "tools --jobs 0": "'0': give a whole number, at least 1",
+}
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["o1lab bench", "its own main"])
+@pytest.mark.parametrize("line", BAD)
+def test_a_bench_refuses_what_it_cannot_do_in_one_line_before_it_runs(line, alone, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    name, *rest = line.split()
+    module = importlib.import_module(bench.BENCHES[name][0])
+    try:
+        code = module.main(rest) if alone else cli.main(["bench", name, *rest])
+    except SystemExit as stopped:
+        code = stopped.code
+    said = capsys.readouterr()
+    assert code == 2
+    assert BAD[line] in said.err.splitlines()[-1]
+    assert not said.out or "nothing" in line  # an unknown model is one of several, and the others run
+
+
+def test_an_arm_with_a_graph_is_not_run_without_a_gpu(capsys):
+    small = ["--device", "cpu", "--steps", "2", "--context", "9", "--batch", "1", "--arms"]
+    assert cli.main(["bench", "decode", *small, "paged + graph", "paged"]) == 0
+    *_, refused, ran = capsys.readouterr().out.splitlines()
+    assert refused.split("  ")[-1].strip() == "needs a CUDA device"
+    assert "paged" in ran
+    assert "needs" not in ran
+    assert cli.main(["bench", "decode", *small, "fused + graph"]) == 2
+
+
+def test_a_file_for_figures_may_be_there_already(tmp_path):
+    file = tmp_path / "found.json"
+    assert options.new_file(str(file)) == file
+    file.write_text("{}", encoding="utf-8")
+    assert options.new_file(str(file)) == file
+
+
+def test_a_numbered_device_must_be_there(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [options.device(text) for text in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda:1"]
+    with pytest.raises(argparse.ArgumentTypeError, match="there are 2 CUDA devices here, cuda:0 to cuda:1"):
+        options.device("cuda:2")
 
 
 def test_version(capsys):

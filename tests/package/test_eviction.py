@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.errors import FlakyFailure
+from hypothesis.errors import Flaky
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from o1lab.kv import faults, lane
@@ -908,7 +908,7 @@ def test_the_machine_finds_planted_faults(broken):
 
     once = settings(SOME, max_examples=200, print_blob=False, phases=[Phase.generate], report_multiple_bugs=False)
     BrokenMachine.TestCase.settings = once
-    with pytest.raises((PoolError, AssertionError, ValueError, FlakyFailure)):  # flaky: threads decide when it shows
+    with pytest.raises((PoolError, AssertionError, ValueError, Flaky)):  # flaky: threads decide when it shows
         BrokenMachine.TestCase("runTest").runTest()
 
 

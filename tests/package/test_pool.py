@@ -295,6 +295,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 12), contiguous=st.booleans(), after=st.none() | st.integers(-1, 40))
     def allocate(self, n, contiguous, after):
         owner, free = self.next, self.pool.pages - len(self.held)
+        if after is not None and not 0 <= after < self.pool.pages:
+            with pytest.raises(ForeignPage, match=f"after={after} is no page"):
+                self.pool.allocate(n, owner, contiguous=contiguous, after=after)
+            return
         if n > free:
             with pytest.raises(PoolExhausted) as caught:
                 self.pool.allocate(n, owner, contiguous=contiguous, after=after)
