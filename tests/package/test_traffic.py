@@ -124,6 +124,12 @@ BAD = {
     "infinite": '{"prompt_tokens": 1e999, "output_tokens": 5}',
     "true": '{"prompt_tokens": true, "output_tokens": 5}',
     "no time": '{"prompt_tokens": 4, "output_tokens": 5, "timestamp": "yesterday"}',
+    "a true time": '{"prompt_tokens": 4, "output_tokens": 5, "timestamp": true}',
+    "a time of 400 digits": '{"prompt_tokens": 4, "output_tokens": 5, "timestamp": 1%s}' % ("0" * 400),
+    "400 digits": '{"prompt_tokens": 1%s, "output_tokens": 5}' % ("0" * 400),
+    "5000 digits": '{"prompt_tokens": 1%s, "output_tokens": 5}' % ("0" * 5000),
+    "beyond the limit": '{"prompt_tokens": 1e12, "output_tokens": 5}',
+    "too deep": "[" * 100_000,
 }
 
 
@@ -206,3 +212,56 @@ def test_only_bad_rows_are_no_traffic(tmp_path):
     path.write_text("x\n")
     with pytest.raises(TrafficError, match="no request in it"):
         from_log(path, skip_bad=True)
+    (tmp_path / "t.csv").write_text("prompt_tokens,output_tokens\n" + "4,none\n" * 30)
+    with pytest.raises(TrafficError, match="no request in it, 30 of its rows are bad; the first: row 2: .*'none'"):
+        from_file(tmp_path / "t.csv", skip_bad=True)
+
+
+# --- what people hand in by mistake ----------------------------------------------------------------------------------
+
+
+def test_spaces_around_the_names_of_columns_do_not_matter(tmp_path):
+    (tmp_path / "t.csv").write_text(' prompt_tokens , output_tokens, why\n4, 5, "a, b"\n')
+    assert from_file(tmp_path / "t.csv").requests == (Request(0, 0.0, 4, 5),)
+    (tmp_path / "t.csv").write_text("in, n_out\n4, 5\n")
+    found = from_file(tmp_path / "t.csv", columns={"prompt_tokens": "in", "output_tokens": " n_out"})
+    assert found.requests == (Request(0, 0.0, 4, 5),)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("t.csv", "prompt_tokens;output_tokens\n4;5\n", "one column, 'prompt_tokens;output_tokens'"),
+        ("t.csv", "prompt_tokens\toutput_tokens\n4\t5\n", "one column"),
+        ("t.tsv", "prompt_tokens\toutput_tokens\n4\t5\n", "it begins with 'prompt_tokens"),
+        ("t.txt", "prompt_tokens,output_tokens\n4,5\n", "it begins with 'prompt_tokens"),
+        ("t.json", '[{"prompt_tokens": 4, "output_tokens": 5}]', "one JSON array"),
+        ("t.json", '\n[\n  {"prompt_tokens": 4, "output_tokens": 5}\n]\n', "one JSON array"),
+    ],
+)
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_a_file_of_another_kind_is_told_what_is_wanted(tmp_path, name, text, words, skip_bad):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(TrafficError, match=f"{words}.*; wanted is a table with commas .*JSON lines"):
+        from_file(tmp_path / name, skip_bad=skip_bad)
+
+
+@pytest.mark.parametrize("path", [None, 5, "", b"t.csv", "a\0b"])
+@pytest.mark.parametrize("read", [from_file, from_log])
+def test_what_is_no_path_is_refused(read, path):
+    with pytest.raises(TrafficError):
+        read(path)
+
+
+@pytest.mark.parametrize("columns", [5, "output_tokens", ["output_tokens"], {"output_tokens": 5}])
+def test_columns_that_are_no_names_are_refused(tmp_path, columns):
+    (tmp_path / "t.csv").write_text("prompt_tokens,output_tokens\n4,5\n")
+    with pytest.raises(TrafficError, match="columns"):
+        from_file(tmp_path / "t.csv", columns=columns)
+
+
+@pytest.mark.parametrize("finer", [1, 10**3, 10**6, 10**9])
+def test_times_of_arrival_may_be_in_milliseconds_or_finer(tmp_path, finer):
+    rows = [{"prompt_tokens": 4, "output_tokens": 5, "created": (1_700_000_000 + late) * finer} for late in (0, 90)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [one.arrival_s for one in from_file(tmp_path / "t.jsonl")] == [0, 90]
