@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -66,6 +67,17 @@ def parameters(notebook: str) -> dict[str, Any]:
     RunError
         If the file is no readable notebook.
     """
+    defaults: dict[str, Any] = {}
+    for parameter in _inspected(notebook):
+        try:
+            defaults[parameter.name] = ast.literal_eval(parameter.default)
+        except (ValueError, SyntaxError):
+            defaults[parameter.name] = UNKNOWN
+    return defaults
+
+
+def _inspected(notebook: str) -> list[Any]:
+    """papermill's view of each parameter: its name, its default as text, and the comment behind it."""
     import nbformat
     from papermill.translators import PythonTranslator
 
@@ -74,16 +86,26 @@ def parameters(notebook: str) -> dict[str, Any]:
         book = nbformat.read(path, as_version=4)
         tagged = (cell for cell in book.cells if "parameters" in cell.metadata.get("tags", []))
         cell = next(tagged, None)
-        found = PythonTranslator.inspect(cell) if cell is not None else []
+        return PythonTranslator.inspect(cell) if cell is not None else []
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise RunError(f"{path} is no usable notebook ({type(error).__name__}); restore it from git") from error
-    defaults: dict[str, Any] = {}
-    for parameter in found:
-        try:
-            defaults[parameter.name] = ast.literal_eval(parameter.default)
-        except (ValueError, SyntaxError):
-            defaults[parameter.name] = UNKNOWN
-    return defaults
+
+
+def from_here(notebook: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with paths made absolute from the caller's folder, as a kernel runs in the notebooks' folder.
+
+    A path is what the notebook's comment gives the unit ``[path]``, and any other text such as ``./model`` that names
+    a folder here.
+    """
+    units = {parameter.name: str(parameter.help) for parameter in _inspected(notebook)}
+    found = dict(values)
+    for name, value in values.items():
+        if isinstance(value, str) and value:
+            absolute = os.path.abspath(os.path.expanduser(value))
+            looks_like_one = os.path.dirname(value) or value[0] in "~."
+            if units.get(name, "").startswith("[path]") or (looks_like_one and os.path.isdir(absolute)):
+                found[name] = absolute
+    return found
 
 
 def assign(chosen: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

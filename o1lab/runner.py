@@ -51,7 +51,8 @@ def run(
         Names, numbers or unique beginnings; none means every numbered notebook.
     preset : {"auto", "smoke", "full"}
     parameters : mapping, optional
-        Values for notebook parameters; each goes to the notebooks that have it.
+        Values for notebook parameters; each goes to the notebooks that have it. A relative path is one from the
+        caller's folder.
     results : path, optional
         Folder for the run's folder; default the lab's results folder.
     run_id : str, optional
@@ -79,7 +80,8 @@ def run(
     """
     stream = stream or sys.stdout
     chosen = {name: collection.parameters(name) for name in collection.resolve(names)}
-    given = collection.assign(chosen, parameters or {})
+    assigned = collection.assign(chosen, parameters or {})
+    given = {name: collection.from_here(name, values) for name, values in assigned.items()}
     resolved = lab.resolve_preset(preset)
     cell, notebook = BUDGETS[resolved]
     budget = Budget(cell_seconds or cell, notebook_seconds or max(notebook, cell_seconds or 0))

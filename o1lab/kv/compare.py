@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,7 @@ class Comparison:
             f"{self.all_in_waste(name):>8.1%}"
             for name, needed in self.needed.items()
         ]
-        return "\n".join([self.traffic.partition("\n")[0], head, *rows])
+        return "\n".join([textwrap.fill(self.traffic.partition("\n")[0], 100), head, *rows])
 
 
 def compare(

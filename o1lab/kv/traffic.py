@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist, median
 
 from o1lab.errors import O1labError
@@ -64,9 +64,14 @@ class Request:
             )
 
     @property
+    def decoded(self) -> int:
+        """Output tokens up to its end, or to where its client hangs up."""
+        return self.output_tokens if self.aborted_after is None else self.aborted_after
+
+    @property
     def tokens(self) -> int:
         """Tokens in the cache when the request ends."""
-        return self.prompt_tokens + (self.output_tokens if self.aborted_after is None else self.aborted_after)
+        return self.prompt_tokens + self.decoded
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,23 @@ class Traffic:
         for request in self.requests:
             if lengths.setdefault(request.prefix, request.prefix_tokens) != request.prefix_tokens:
                 raise TrafficError(f"{self.name}: prefix {request.prefix!r} has two lengths, one in {request}")
+
+    def resampled(self, seed: int | str) -> Traffic:
+        """A bootstrap resample: as many requests, drawn with replacement, each arriving when the one in its place did.
+
+        Examples
+        --------
+        >>> traffic = long_cot(50)
+        >>> drawn = traffic.resampled(1)
+        >>> len(drawn), {one.output_tokens for one in drawn} < {one.output_tokens for one in traffic}
+        (50, True)
+        """
+        uniform = random.Random(f"resample {seed}").random
+        requests = [
+            replace(self.requests[int(uniform() * len(self))], number=number, arrival_s=one.arrival_s)
+            for number, one in enumerate(self)
+        ]
+        return replace(self, requests=tuple(requests), name=f"{self.name}, draw {seed}", bad_rows=())
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -1,7 +1,8 @@
 """Traffic from files: a table of the user's (CSV or JSON lines), or a log of OpenAI-style answers with their usage.
 
-A row that cannot be read raises with its number. With ``skip_bad=True`` it is left out instead, counted, and shown by
-``print(traffic)``: nothing is dropped in silence.
+A table is CSV with commas and a header, or JSON lines: one object a line. A row that cannot be read raises with its
+number. With ``skip_bad=True`` it is left out instead, counted, and shown by ``print(traffic)``: nothing is dropped in
+silence.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +29,10 @@ NAMES = {
 """Names under which each property of a request is looked for, in this order."""
 MOST_LISTED = 20
 """Bad rows that are shown one by one; the others are counted."""
+MOST_TOKENS = 10_000_000
+"""More tokens than this in one row are taken for an error of the file."""
+LATEST_S = 1e11
+"""A time of arrival beyond it (the year 5138) is not in seconds: it is in milliseconds, or finer still."""
 Row = Mapping[str, Any]
 
 
@@ -49,19 +55,23 @@ def from_file(
     Raises
     ------
     TrafficError
-        No such file; a column that does not exist; a row that cannot be read; no request left.
+        No such file, or one of another kind; a column that does not exist; a row that cannot be read, or with more
+        than :data:`MOST_TOKENS` tokens; no request left.
     """
-    path = Path(path)
+    path = _path(path)
+    if columns is not None and not isinstance(columns, Mapping):
+        raise TrafficError(f'columns={columns!r}: names by property, e.g. {{"output_tokens": "n_out"}}')
     names = dict(NAMES)
     for name, column in (columns or {}).items():
         if name not in NAMES:
             raise TrafficError(f"columns names {name!r}; a request has {', '.join(NAMES)}")
-        names[name] = (column,)
+        if not isinstance(column, str):
+            raise TrafficError(f"columns gives {name} the name {column!r}; a name is text")
+        names[name] = tuple(dict.fromkeys((column, column.strip())))
     rows = _csv(path) if path.suffix.lower() == ".csv" else _json_lines(path)
     table = _Table(names)
     requests, bad = _gather(path, rows, table.request, skip_bad)
-    table.check(path)
-    return ordered(requests, concurrent, path.name, bad)
+    return _traffic(path, table, requests, bad, concurrent)
 
 
 def from_log(path: str | Path, *, concurrent: int = 16, skip_bad: bool = False) -> Traffic:
@@ -77,7 +87,7 @@ def from_log(path: str | Path, *, concurrent: int = 16, skip_bad: bool = False) 
     TrafficError
         As :func:`from_file`.
     """
-    path = Path(path)
+    path = _path(path)
     pieces: dict[str, Request] = {}
     table = _Table(NAMES)
 
@@ -98,8 +108,22 @@ def from_log(path: str | Path, *, concurrent: int = 16, skip_bad: bool = False) 
         return request
 
     requests, bad = _gather(path, _json_lines(path), read, skip_bad)
+    return _traffic(path, table, [*requests, *pieces.values()], bad, concurrent)
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise TrafficError(f"path={path!r}: the path of a file, as text")
+    return Path(path)
+
+
+def _traffic(path: Path, table: _Table, requests: list[Request], bad: list[str], concurrent: int) -> Traffic:
+    if bad and not requests:
+        raise TrafficError(f"{path}: there is no request in it, {len(bad):,} of its rows are bad; the first: {bad[0]}")
     table.check(path)
-    return ordered([*requests, *pieces.values()], concurrent, path.name, bad)
+    if len(bad) > MOST_LISTED:
+        bad[MOST_LISTED:] = [f"{len(bad) - MOST_LISTED} more rows"]
+    return ordered(requests, concurrent, path.name, bad)
 
 
 def _gather(
@@ -120,8 +144,6 @@ def _gather(
             bad.append(f"row {number}: {reason}")
         else:
             requests += [request] if request is not None else []
-    if len(bad) > MOST_LISTED:
-        bad[MOST_LISTED:] = [f"{len(bad) - MOST_LISTED} more rows"]
     return requests, bad
 
 
@@ -157,19 +179,35 @@ def _whole(name: str, value: Any) -> int:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
+    except OverflowError:
+        number = math.inf
+    if number > MOST_TOKENS:
+        raise TrafficError(f"{name}={_short(value)} is more than {MOST_TOKENS:,} tokens")
     if not number.is_integer() or isinstance(value, bool):
-        raise TrafficError(f"{name}={value!r} is no whole number")
+        raise TrafficError(f"{name}={_short(value)} is no whole number")
     return int(number)
 
 
 def _time(_: str, value: Any) -> float:
     try:
-        return float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         try:
-            return datetime.fromisoformat(str(value)).timestamp()
-        except ValueError:
-            raise TrafficError(f"{value!r} is no time: give seconds or ISO 8601") from None
+            number = datetime.fromisoformat(str(value)).timestamp()
+        except (ValueError, OverflowError):
+            number = math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise TrafficError(f"{_short(value)} is no time of arrival: seconds, or text such as 2026-01-31T12:00:00")
+    while abs(number) > LATEST_S:
+        number /= 1000
+    return number
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:30]}… ({len(text)} characters)"
 
 
 _READ: dict[str, Callable[[str, Any], Any]] = {"arrival_s": _time, "prefix": lambda _, value: str(value)}
@@ -179,13 +217,16 @@ def _text(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             yield from file
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise TrafficError(f"{path} cannot be read: {error}") from error
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:
-    reader = csv.DictReader(_text(path))
+    reader = csv.DictReader(_text(path), skipinitialspace=True)
     try:
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        if len(reader.fieldnames) == 1 and re.search(r"[;\t|]", reader.fieldnames[0]):
+            raise _wanted(path, f"its header has one column, {reader.fieldnames[0]!r}")
         for row in reader:
             wide = row.pop(None, None)  # type: ignore[call-overload]
             fault = TrafficError(f"more fields than the header has: {wide}") if wide else None
@@ -195,9 +236,22 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    first = True
     for number, line in enumerate(_text(path), 1):
         if line.strip():
+            if first and line.lstrip().startswith("["):
+                raise _wanted(path, "it is one JSON array")
+            if first and not line.lstrip().startswith("{") and re.search(r"[,;\t]", line):
+                raise _wanted(path, f"it begins with {_short(line.strip())}")
+            first = False
             try:
                 yield number, json.loads(line)
-            except ValueError as error:
-                yield number, TrafficError(f"no JSON: {error}")
+            except (ValueError, RecursionError) as error:
+                yield number, TrafficError(f"no JSON: {error}; one object a line is wanted")
+
+
+def _wanted(path: Path, found: str) -> TrafficError:
+    return TrafficError(
+        f"{path}: {found}; wanted is a table with commas and a header in a file named .csv, or JSON lines with one "
+        "object a line"
+    )

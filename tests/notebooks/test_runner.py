@@ -346,6 +346,20 @@ def test_a_text_parameter_stays_a_text():
     assert collection.assign({"a": {"n": 1}, "b": {}}, {"n": "2"}) == {"a": {"n": 2}, "b": {}}
 
 
+def test_a_relative_path_is_one_from_the_callers_folder(one, monkeypatch):
+    lines = "table = ''  # [path] a table\nmodel = 'tiny'  # [name] a name or a folder"
+    write(one / "notebooks", "02_paths", "x = 1", parameters=lines)
+    (one / "own" / "model").mkdir(parents=True)
+    monkeypatch.chdir(one / "own")
+    handed = []
+    monkeypatch.setattr(runner, "_execute", lambda name, output, inject, execution: handed.append(inject))
+    for model in ("./model", "model", "someone/model"):
+        runner.run(["02"], parameters={"table": "mine.csv", "model": model}, stream=io.StringIO())
+    assert [values["table"] for values in handed] == [str(one / "own" / "mine.csv")] * 3
+    assert [values["model"] for values in handed] == [str(one / "own" / "model"), "model", "someone/model"]
+    assert collection.from_here("02_paths", {"table": "", "model": "tiny"}) == {"table": "", "model": "tiny"}
+
+
 def test_names(one):
     write(one / "notebooks", "_template", "x = 1")
     assert collection.resolve([]) == ["00_good", "01_memory_leak"]

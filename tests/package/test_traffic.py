@@ -7,6 +7,10 @@ import statistics
 
 import pytest
 
+from o1lab.kv.compare import compare
+from o1lab.kv.designs import KVShape, Paged
+from o1lab.kv.own_traffic import DRAWS, bounded, fullest_bytes, over_draws
+from o1lab.kv.replay import replay
 from o1lab.kv.traffic import Request, Traffic, TrafficError, long_cot
 from o1lab.kv.traffic_files import MOST_LISTED, from_file, from_log
 
@@ -124,6 +128,12 @@ BAD = {
     "infinite": '{"prompt_tokens": 1e999, "output_tokens": 5}',
     "true": '{"prompt_tokens": true, "output_tokens": 5}',
     "no time": '{"prompt_tokens": 4, "output_tokens": 5, "timestamp": "yesterday"}',
+    "a true time": '{"prompt_tokens": 4, "output_tokens": 5, "timestamp": true}',
+    "a time of 400 digits": '{"prompt_tokens": 4, "output_tokens": 5, "timestamp": 1%s}' % ("0" * 400),
+    "400 digits": '{"prompt_tokens": 1%s, "output_tokens": 5}' % ("0" * 400),
+    "5000 digits": '{"prompt_tokens": 1%s, "output_tokens": 5}' % ("0" * 5000),
+    "beyond the limit": '{"prompt_tokens": 1e12, "output_tokens": 5}',
+    "too deep": "[" * 100_000,
 }
 
 
@@ -206,3 +216,142 @@ def test_only_bad_rows_are_no_traffic(tmp_path):
     path.write_text("x\n")
     with pytest.raises(TrafficError, match="no request in it"):
         from_log(path, skip_bad=True)
+    (tmp_path / "t.csv").write_text("prompt_tokens,output_tokens\n" + "4,none\n" * 30)
+    with pytest.raises(TrafficError, match="no request in it, 30 of its rows are bad; the first: row 2: .*'none'"):
+        from_file(tmp_path / "t.csv", skip_bad=True)
+
+
+# --- what people hand in by mistake ----------------------------------------------------------------------------------
+
+
+def test_spaces_around_the_names_of_columns_do_not_matter(tmp_path):
+    (tmp_path / "t.csv").write_text(' prompt_tokens , output_tokens, why\n4, 5, "a, b"\n')
+    assert from_file(tmp_path / "t.csv").requests == (Request(0, 0.0, 4, 5),)
+    (tmp_path / "t.csv").write_text("in, n_out\n4, 5\n")
+    found = from_file(tmp_path / "t.csv", columns={"prompt_tokens": "in", "output_tokens": " n_out"})
+    assert found.requests == (Request(0, 0.0, 4, 5),)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("t.csv", "prompt_tokens;output_tokens\n4;5\n", "one column, 'prompt_tokens;output_tokens'"),
+        ("t.csv", "prompt_tokens\toutput_tokens\n4\t5\n", "one column"),
+        ("t.tsv", "prompt_tokens\toutput_tokens\n4\t5\n", "it begins with 'prompt_tokens"),
+        ("t.txt", "prompt_tokens,output_tokens\n4,5\n", "it begins with 'prompt_tokens"),
+        ("t.json", '[{"prompt_tokens": 4, "output_tokens": 5}]', "one JSON array"),
+        ("t.json", '\n[\n  {"prompt_tokens": 4, "output_tokens": 5}\n]\n', "one JSON array"),
+    ],
+)
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_a_file_of_another_kind_is_told_what_is_wanted(tmp_path, name, text, words, skip_bad):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(TrafficError, match=f"{words}.*; wanted is a table with commas .*JSON lines"):
+        from_file(tmp_path / name, skip_bad=skip_bad)
+
+
+@pytest.mark.parametrize("path", [None, 5, "", b"t.csv", "a\0b"])
+@pytest.mark.parametrize("read", [from_file, from_log])
+def test_what_is_no_path_is_refused(read, path):
+    with pytest.raises(TrafficError):
+        read(path)
+
+
+@pytest.mark.parametrize("columns", [5, "output_tokens", ["output_tokens"], {"output_tokens": 5}])
+def test_columns_that_are_no_names_are_refused(tmp_path, columns):
+    (tmp_path / "t.csv").write_text("prompt_tokens,output_tokens\n4,5\n")
+    with pytest.raises(TrafficError, match="columns"):
+        from_file(tmp_path / "t.csv", columns=columns)
+
+
+@pytest.mark.parametrize("finer", [1, 10**3, 10**6, 10**9])
+def test_times_of_arrival_may_be_in_milliseconds_or_finer(tmp_path, finer):
+    rows = [{"prompt_tokens": 4, "output_tokens": 5, "created": (1_700_000_000 + late) * finer} for late in (0, 90)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [one.arrival_s for one in from_file(tmp_path / "t.jsonl")] == [0, 90]
+
+
+# --- as much of it as there is time for ------------------------------------------------------------------------------
+
+
+def spread(count, *, least=200, most=16_000, arrival=0.0, concurrent=64):
+    """Traffic as a real server has it: many requests, long answers."""
+    outputs = [least + (most - least) * number // count for number in range(count)]
+    return Traffic(
+        tuple(Request(number, arrival * number, 1000, tokens) for number, tokens in enumerate(outputs)),
+        concurrent,
+        "t.csv",
+    )
+
+
+def tensors(own, shape):
+    return sum(1 + -(-one.decoded // own.stride) for one in own.traffic) * 2 * shape.layers
+
+
+def test_little_traffic_is_left_as_it_is():
+    traffic = long_cot(20)
+    own = bounded(traffic, KVShape(), work=60_000)
+    assert (own.traffic, own.stride) == (traffic, 32)
+    assert own.note == "replayed traffic: long CoT, seed 0, 20 of 20 requests, one step for 32 tokens"
+
+
+@pytest.mark.parametrize("arrival", [0.0, 2.0])
+def test_large_traffic_is_cut_to_the_work_and_says_so(arrival):
+    own = bounded(spread(600, arrival=arrival), KVShape(), work=60_000)
+    assert tensors(own, KVShape()) <= 60_000
+    assert own.stride == 256
+    assert 64 < len(own.traffic) < 600
+    left = 600 - len(own.traffic)
+    how = "those that came last" if arrival else "a random part"
+    assert f"t.csv, {600 - left} of 600 requests ({left} left out to save time: {how})" in own.note
+    assert "one step for 256 tokens instead of 32" in own.note
+    outputs = [one.output_tokens for one in own.traffic]
+    assert (max(outputs) > 15_000) != bool(arrival)  # rows sorted by length must not decide what is kept
+
+
+def test_one_endless_answer_is_replayed_in_coarse_steps():
+    own = bounded(spread(1, least=9_000_000, concurrent=1), KVShape(), work=60_000)
+    assert tensors(own, KVShape()) <= 60_000
+    assert f"one step for {own.stride} tokens" in own.note
+
+
+@pytest.mark.parametrize(
+    "requests", [(Request(0, 0.0, 5, 6),), (Request(0, 0.0, 5, 3000), Request(1, 0.0, 5, 6))], ids=["tiny", "one long"]
+)
+def test_traffic_too_small_to_judge_says_what_is_missing(requests):
+    with pytest.raises(TrafficError, match=r"mine\.csv: too small to judge: .* at step 1,024\. Give more requests"):
+        bounded(Traffic(requests, 8, "mine.csv"), KVShape(), work=60_000)
+
+
+def test_draws_are_resamples_of_the_same_requests():
+    traffic = long_cot(40, per_second=1.0, prefixes=2)
+    own = bounded(traffic, KVShape(), work=60_000, seed=3)
+    assert own.draw(1) == own.draw(1) != own.draw(2)
+    lengths = {(one.prompt_tokens, one.output_tokens) for one in traffic}
+    for drawn in map(own.draw, range(DRAWS)):
+        assert {(one.prompt_tokens, one.output_tokens) for one in drawn} < lengths
+        assert [one.arrival_s for one in drawn] == [one.arrival_s for one in own.traffic]
+        assert [one.number for one in drawn] == list(range(len(own.traffic)))
+
+
+def test_the_head_is_followed_to_a_token():
+    head = bounded(spread(600), KVShape(), work=60_000).head(12, most_tokens=4000, concurrent=8)
+    assert (len(head), head.concurrent) == (12, 8)
+    assert max(one.decoded for one in head) == 4000
+
+
+def test_an_interval_over_draws_does_not_shrink_with_their_number():
+    few, many = over_draws([1.0, 2.0, 3.0] * 3, "%"), over_draws([1.0, 2.0, 3.0] * 300, "%")
+    assert few.high - few.low > many.high - many.low > 2
+    assert over_draws([5.0, 5.0], "%").low == 5
+
+
+def test_a_pool_of_the_fullest_bytes_never_runs_out():
+    traffic = spread(100)
+    design = Paged(KVShape(), capacity_bytes=fullest_bytes(traffic, KVShape()))
+    assert replay(traffic, design, stride=256).clean
+
+
+def test_a_comparison_breaks_its_first_line_between_words():
+    found = str(compare(long_cot(4, concurrent=2, median_tokens=100, most_tokens=200), step_bytes=64 << 20))
+    assert max(map(len, found.splitlines())) <= 100
