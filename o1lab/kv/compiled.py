@@ -62,8 +62,8 @@ def compiled_step(model: Any, cache: PagedCache, name: str, **how: Any) -> Calla
     Raises
     ------
     CacheError
-        Pages of int8; or, at the first call, a forward pass that is not one graph for ``torch.compile``: nothing was
-        counted then.
+        Pages of int8, or arguments that ``torch.compile`` does not take; or, at the first call, a forward pass that is
+        not one graph for ``torch.compile``: nothing was counted then.
     """
     if cache.dtype == torch.int8:
         raise CacheError("a compiled step reads no int8 pages: make the cache without dtype, or compiled=False")
@@ -75,7 +75,10 @@ def compiled_step(model: Any, cache: PagedCache, name: str, **how: Any) -> Calla
 
     # Dynamo counts recompilations by code object: with one of its own, no other loop's shapes count against this one.
     forward.__code__ = forward.__code__.replace()
-    compiled = torch.compile(forward, fullgraph=True, dynamic=False, **how)
+    try:
+        compiled = torch.compile(forward, fullgraph=True, dynamic=False, **how)
+    except (TypeError, RuntimeError) as error:
+        raise CacheError(f"compiled={how}: torch.compile takes no such arguments ({error})") from error
     view: StepCache | None = None
 
     def step(ids: Tensor) -> Tensor:
