@@ -97,14 +97,14 @@ def from_here(notebook: str, values: Mapping[str, Any]) -> dict[str, Any]:
     A path is what the notebook's comment gives the unit ``[path]``, and any other text such as ``./model`` that names
     a folder here.
     """
-    units = {parameter.name: str(parameter.help) for parameter in _inspected(notebook)}
+    texts = {name: value for name, value in values.items() if isinstance(value, str) and value}
+    units = {parameter.name: str(parameter.help) for parameter in _inspected(notebook)} if texts else {}
     found = dict(values)
-    for name, value in values.items():
-        if isinstance(value, str) and value:
-            absolute = os.path.abspath(os.path.expanduser(value))
-            looks_like_one = os.path.dirname(value) or value[0] in "~."
-            if units.get(name, "").startswith("[path]") or (looks_like_one and os.path.isdir(absolute)):
-                found[name] = absolute
+    for name, value in texts.items():
+        absolute = os.path.abspath(os.path.expanduser(value))
+        looks_like_one = os.path.dirname(value) or value[0] in "~."
+        if units.get(name, "").startswith("[path]") or (looks_like_one and os.path.isdir(absolute)):
+            found[name] = absolute
     return found
 
 

@@ -22,6 +22,8 @@ from o1lab.errors import EstimateError, O1labError
 
 MOST_POINTS = 2000
 WIDTH, HEIGHT = 900, 520
+TICKS = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
+"""Where a logarithmic axis may have a tick; those outside its range are not drawn."""
 PLOT_HEIGHT = 330
 TEXT, TITLE = 16, 20
 """Pixels of the plotting area's height, of text (12 pt) and of titles."""

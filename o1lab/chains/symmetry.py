@@ -8,9 +8,10 @@ problem, and need not come in a disguised one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
 from o1lab.chains.arithmetic import DIGITS, MODULAR, MODULUS, WRAP
 from o1lab.chains.chance import Chance
@@ -65,27 +66,28 @@ def _words(mapping: Mapping[str, str]) -> Change:
     return lambda state: " ".join(mapping[word] for word in state.split())
 
 
+def _permuted(words: Sequence[str], chance: Chance) -> tuple[dict[str, str], Change, Change]:
+    there = dict(zip(words, chance.shuffled(words), strict=True))
+    return there, _words(there), _words({new: old for old, new in there.items()})
+
+
 def _symbols(chance: Chance) -> tuple[Change, Change, Callable[[str, str], tuple[str, str]]]:
-    there = dict(zip(LETTERS, chance.shuffled(LETTERS), strict=True))
+    there, over, back = _permuted(LETTERS, chance)
 
     def entry(operator: str, operand: str) -> tuple[str, str]:
         one, mark, other = operator.partition("x")
         exchange = mark and one in there and other in there
         return "x".join(sorted((there[one], there[other]))) if exchange else operator, operand
 
-    return _words(there), _words({new: old for old, new in there.items()}), entry
+    return over, back, entry
 
 
 def _hops(chance: Chance) -> tuple[Change, Change, Callable[[str, str], tuple[str, str]]]:
-    there = dict(zip(ENTITIES, chance.shuffled(ENTITIES), strict=True))
-    return (
-        _words(there),
-        _words({new: old for old, new in there.items()}),
-        lambda operator, operand: (operator, operand),
-    )
+    _, over, back = _permuted(ENTITIES, chance)
+    return over, back, lambda operator, operand: (operator, operand)
 
 
-def _numbers(family: object, modulus: int) -> Callable[[Chance], tuple[Change, Change, Callable[..., tuple[str, str]]]]:
+def _numbers(family: Any, modulus: int) -> Callable[[Chance], tuple[Change, Change, Callable[..., tuple[str, str]]]]:
     units = [number for number in range(1, modulus) if gcd(number, modulus) == 1]
 
     def draw(chance: Chance) -> tuple[Change, Change, Callable[[str, str], tuple[str, str]]]:

@@ -15,7 +15,6 @@ from o1lab.errors import EstimateError
 from o1lab.stats import Estimate
 
 PANELS_HEIGHT = 860
-TICKS = [digit * 10.0**power for power in range(-4, 3) for digit in (1, 2, 5)]
 PREDICTED = "ideal"
 AGAIN = (None, ("dash", "diamond"), ("dashdot", "x"))
 """Dash and symbol of the second and third line with the same role on the same axes."""
@@ -137,8 +136,8 @@ def hazard(rates: Sequence[Rate], title: str, *, mark: int | None = None) -> go.
     figure.update_yaxes(
         title_text="first faults per step taken (%)",
         type="log",
-        tickvals=TICKS,
-        ticktext=[f"{tick:g}" for tick in TICKS],
+        tickvals=plots.TICKS,
+        ticktext=[f"{tick:g}" for tick in plots.TICKS],
     )
     return figure
 

@@ -18,8 +18,7 @@ from o1lab import chains
 from o1lab.chains import detect, render
 from o1lab.chains.report import Result
 from o1lab.chains.samples import Sample
-from o1lab.decoding.segments import final_state, prompt_tokens
-from o1lab.decoding.voting import context
+from o1lab.decoding.voting import ask, context
 from o1lab.errors import DecodingError
 from o1lab.stats import Estimate, proportion
 
@@ -124,16 +123,14 @@ def recheck(
     for turn in range(times):
         if not open_steps:
             break
-        asked = [context(part, seed + turn, order, disguised) for _, _, part, _ in open_steps]
-        parts = [
-            replace(part, id=f"chain {one[0]}: {part.id}") for one, (part, _) in zip(open_steps, asked, strict=True)
-        ]  # several chains may be of one problem
-        report = chains.evaluate(model, parts, seed=seed, **options)
-        calls, made = calls + len(parts), made + report.tokens
-        read += prompt_tokens(model, parts, report.style)
-        for (number, place, _, state), (part, back), answer in zip(open_steps, asked, report.results, strict=True):
-            found = final_state(part, answer, report.style)
-            answers.setdefault((number, place), []).append(found is None or back(found) != state)
+        asked = []
+        for number, _, step_alone, _ in open_steps:
+            part, back = context(step_alone, seed + turn, order, disguised)
+            asked.append((replace(part, id=f"chain {number}: {part.id}"), back))  # several may be of one problem
+        states, report, tokens = ask(model, asked, seed, options)
+        calls, read, made = calls + len(asked), read + tokens, made + report.tokens
+        for (number, place, _, state), found in zip(open_steps, states, strict=True):
+            answers.setdefault((number, place), []).append(found != state)
         if turn == 0:
             open_steps = [one for one in open_steps if answers[one[0], one[1]][0]]
     for (number, place), differ in answers.items():

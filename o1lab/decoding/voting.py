@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from o1lab import chains
-from o1lab.chains.report import Result
+from o1lab.chains.report import ChainReport, Result
 from o1lab.chains.samples import Sample
 from o1lab.chains.symmetry import disguise
 from o1lab.decoding.segments import Chain, Segmented, check, final_state, prompt_tokens, together
 from o1lab.errors import DecodingError
+
+Context = tuple[Sample, Callable[[str], str]]
+"""A segment as it is asked, and how the state that it ends with is taken back."""
 
 
 @dataclass
@@ -102,19 +105,17 @@ def vote(
         ]  # fmt: skip
         open_polls, wanted = polls, ahead
         while open_polls:
-            asked = [
-                (poll, *context(poll.part, seed + len(poll.votes) + place, order, disguised))
+            asked = [poll for poll in open_polls for _ in range(wanted)]
+            contexts = [
+                context(poll.part, seed + len(poll.votes) + place, order, disguised)
                 for poll in open_polls
                 for place in range(wanted)
             ]
-            parts = [part for _, part, _ in asked]
-            report = chains.evaluate(model, parts, seed=seed, **options)
+            states, report, tokens = ask(model, contexts, seed, options)
             name, style = report.model, report.style
-            read += prompt_tokens(model, parts, style)
-            made, calls = made + report.tokens, calls + len(asked)
-            for (poll, part, back), result in zip(asked, report.results, strict=True):
-                state = final_state(part, result, style)
-                poll.votes.append(state if state is None else back(state))
+            read, made, calls = read + tokens, made + report.tokens, calls + len(asked)
+            for poll, state, result in zip(asked, states, report.results, strict=True):
+                poll.votes.append(state)
                 poll.results.append(result)
             open_polls = [p for p in open_polls if p.leader(ahead, most) is None and len(p.votes) < most]
             wanted = 1
@@ -124,7 +125,18 @@ def vote(
     return together(work, name, style, time.perf_counter() - begun, (read, made, calls))
 
 
-def context(part: Sample, seed: int, order: str, disguised: bool) -> tuple[Sample, Callable[[str], str]]:
+def ask(
+    model: Any, contexts: Sequence[Context], seed: int, options: dict[str, Any]
+) -> tuple[list[str | None], ChainReport, int]:  # fmt: skip
+    """The states that the contexts end with, taken back (``None``: none), the report, and the tokens read."""
+    parts = [part for part, _ in contexts]
+    report = chains.evaluate(model, parts, seed=seed, **options)
+    ends = [final_state(part, result, report.style) for part, result in zip(parts, report.results, strict=True)]
+    states = [end if end is None else back(end) for end, (_, back) in zip(ends, contexts, strict=True)]
+    return states, report, prompt_tokens(model, parts, report.style)
+
+
+def context(part: Sample, seed: int, order: str, disguised: bool) -> Context:
     """A segment as one vote sees it, and how the state that it ends with is taken back."""
     drawn = chains.redraw(part, seed, order)
     if not disguised:

@@ -6,7 +6,11 @@ them. Both are asked alike, so that the same sequence of requests can be simulat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from o1lab.kv.pool import PoolError
 
 if TYPE_CHECKING:
     import torch
@@ -205,3 +209,24 @@ class OnDevice:
     def _count(self, size: int) -> None:
         self.allocated_bytes += size
         self._peak = max(self._peak, self.allocated_bytes)
+
+
+@contextmanager
+def limited(memory: OnDevice, limit_bytes: int | None) -> Iterator[None]:
+    """Inside, the process may take no more than ``limit_bytes`` from a CUDA device in addition; None: no limit."""
+    if limit_bytes is None:
+        yield
+        return
+    import torch
+
+    if memory.device.type != "cuda":
+        raise PoolError(f"limit_bytes={limit_bytes} on {memory.device}: only CUDA memory can be limited")
+    index = torch.cuda.current_device() if memory.device.index is None else memory.device.index
+    most = torch.cuda.memory_reserved(index) + limit_bytes
+    torch.cuda.set_per_process_memory_fraction(
+        min(1.0, most / torch.cuda.get_device_properties(index).total_memory), index
+    )
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, index)

@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -142,7 +142,7 @@ def measure(name: str, model: Any, arm: str, batch: int, context: int, steps: in
     if "graph" in arm and model.device.type != "cuda":
         return Row(name, batch, arm, 0, 0.0, 0.0, {}, "needs a CUDA device")
     try:
-        with joined(model) if arm.startswith("fused") else nullcontext():
+        with _projections(arm, model):
             taken, mean = _timed(model, *step_of(arm, model, batch, context), steps, seconds)
     except (O1labError, RuntimeError) as error:
         return Row(name, batch, arm, 0, 0.0, 0.0, {}, f"failed: {str(error).splitlines()[0][:80]}")
@@ -168,21 +168,14 @@ def _timed(
     wait()
     end = time.perf_counter() + seconds
     while len(taken) < steps and (not taken or time.perf_counter() < end):
-        begin = time.perf_counter()
-        step()
-        wait()
-        taken.append(1e3 * (time.perf_counter() - begin))
+        taken.append(_clocked(step, wait))
         if len(taken) % SPAN == 0:
             back(SPAN)
     if len(taken) % SPAN:
         back(len(taken) % SPAN)
     span, means = min(len(taken), SPAN), []
     for _ in range(3):
-        begin = time.perf_counter()
-        for _ in range(span):
-            step()
-        wait()
-        means.append(1e3 * (time.perf_counter() - begin) / span)
+        means.append(_clocked(step, wait, span) / span)
         back(span)
     return taken, sorted(means)[1]
 
@@ -206,8 +199,7 @@ def interleaved(
         made = {}
         for arm in steps:
             model = load(size, device, dtype)
-            if arm.startswith("fused"):
-                stack.enter_context(joined(model))
+            stack.enter_context(_projections(arm, model))
             made[arm] = step_of(arm, model, batch, context)
         for step, _ in made.values():
             for _ in range(WARM):
@@ -217,12 +209,23 @@ def interleaved(
             step()
             wait()
             for _ in range(TURN):
-                begin = time.perf_counter()
-                step()
-                wait()
-                taken[arm].append(1e3 * (time.perf_counter() - begin))
+                taken[arm].append(_clocked(step, wait))
             back(TURN + 1)
     return taken
+
+
+def _projections(arm: str, model: Any) -> AbstractContextManager[Any]:
+    """Joined ones, if the arm has them."""
+    return joined(model) if arm.startswith("fused") else nullcontext()
+
+
+def _clocked(step: Callable[[], Any], wait: Callable[[], Any], times: int = 1) -> float:
+    """Milliseconds of ``times`` steps in a row, until the device is done."""
+    begin = time.perf_counter()
+    for _ in range(times):
+        step()
+    wait()
+    return 1e3 * (time.perf_counter() - begin)
 
 
 def _quantile(values: list[float], q: float) -> Estimate | None:

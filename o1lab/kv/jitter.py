@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from o1lab import stats
-from o1lab.kv.backing import OnDevice
+from o1lab.kv.backing import OnDevice, limited
 from o1lab.kv.designs import Growing, KVShape
 from o1lab.kv.pool import PoolError
 from o1lab.kv.replay import replay
@@ -114,15 +114,9 @@ def play(traffic: Traffic, shape: KVShape, arm: str, device: str, capacity_bytes
     else:
         memory = OnDevice(device, longest)
     stats_of = torch.cuda.memory_stats if cuda else dict
-    if capped := cuda and capacity_bytes is not None and arm != READY:
-        whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (capacity_bytes + memory.begin_bytes) / whole))
     before: Mapping[str, int] = stats_of()
-    try:
+    with limited(memory, capacity_bytes if cuda and arm != READY else None):
         found = replay(traffic, Growing(shape, memory))
-    finally:
-        if capped:
-            torch.cuda.set_per_process_memory_fraction(1.0)
     after: Mapping[str, int] = stats_of()
     counts = {name: after.get(key, 0) - before.get(key, 0) for name, key in COUNTERS.items()}
     times = found.append_us[found.running > 0].tolist()

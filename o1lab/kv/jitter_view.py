@@ -42,7 +42,6 @@ def tails(
     shown = {text: place for text, place in places.items() if place <= depth[-1] + 1e-9}
     figure.update_xaxes(tickvals=list(shown.values()), ticktext=list(shown))
     ends = np.concatenate(list(series.values()))
-    ticks = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
-    near = [tick for tick in ticks if ends.min() / 1.5 < tick < ends.max() * 1.5]
+    near = [tick for tick in plots.TICKS if ends.min() / 1.5 < tick < ends.max() * 1.5]
     figure.update_yaxes(tickvals=near, ticktext=[f"{tick:,g}" for tick in near])
     return figure

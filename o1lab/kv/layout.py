@@ -20,6 +20,13 @@ from o1lab.kv.pool import PagePool
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 
+def text_config(config: Any) -> Any:
+    """The part of a transformers config that is about text; CacheError for what is no config."""
+    if not hasattr(config, "get_text_config"):
+        raise CacheError(f"a {type(config).__name__} is no transformers config: give model.config")
+    return config.get_text_config(decoder=True)
+
+
 @dataclass(frozen=True)
 class Heads:
     """What a model stores per token: ``layers`` × ``kv_heads`` heads of ``head_dim`` numbers, twice."""
@@ -66,6 +73,8 @@ class Heads:
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one token in one layer, scales included."""
+        if not isinstance(dtype, torch.dtype):
+            raise CacheError(f"dtype={dtype!r}: give a torch dtype, such as torch.bfloat16")
         name = str(dtype).removeprefix("torch.")
         if name not in DTYPES:
             raise CacheError(f"dtype={dtype}: pages are {', '.join(DTYPES)}")
@@ -156,11 +165,7 @@ def pool_for(
     for name, value in (("tokens", tokens), ("page_tokens", page_tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CacheError(f"{name}={value!r}: a whole number, at least 1")
-    if not isinstance(dtype, torch.dtype):
-        raise CacheError(f"dtype={dtype!r}: give a torch dtype, such as torch.bfloat16")
-    if not hasattr(config, "get_text_config"):
-        raise CacheError(f"a {type(config).__name__} is no transformers config: give model.config")
-    config = config.get_text_config(decoder=True)
+    config = text_config(config)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     heads = Heads.of(config, window)
     size = page_tokens * heads.token_bytes(dtype)

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 from o1lab.attention import PagedKV
 from o1lab.errors import CacheError
 from o1lab.kv import asked
-from o1lab.kv.layout import Heads, Layout
+from o1lab.kv.layout import Heads, Layout, text_config
 from o1lab.kv.paged_attention import NAME, Step
 from o1lab.kv.paged_layer import PagedLayer
 from o1lab.kv.pool import PagePool
@@ -82,11 +82,9 @@ class PagedCache(Cache):
     ) -> None:  # fmt: skip
         if max_tokens is not None:
             whole("max_tokens", max_tokens, 1)
-        if not hasattr(config, "get_text_config"):
-            raise CacheError(f"a {type(config).__name__} is no transformers config: give model.config")
+        self.config = text_config(config)
         if not isinstance(pool, PagePool):
             raise CacheError(f"a {type(pool).__name__} is no PagePool: o1lab.kv.pool_for(model.config, …) makes one")
-        self.config = config.get_text_config(decoder=True)
         self.heads, self.pool, self.max_tokens = Heads.of(self.config, max_tokens), pool, max_tokens
         if pool.pages < self.heads.layers:
             raise CacheError(f"a pool of {pool.pages} pages holds no request: {self.heads.layers} layers take one each")
@@ -94,8 +92,6 @@ class PagedCache(Cache):
         self._layout: Layout | None = None
         self._books: Sequences | None = None
         self._closed = self._recording = False
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise CacheError(f"dtype={dtype!r}: give a torch dtype, such as torch.bfloat16")
         if dtype is not None:
             self._bind(dtype)
 
@@ -246,7 +242,7 @@ class PagedCache(Cache):
     def fork(self, rows: Sequence[int] | None = None, tokens: int | None = None) -> PagedCache:
         """A new cache that shares this one's pages (``copy.deepcopy`` does so too); see :meth:`adopt`."""
         rows, tokens = self._chosen(rows, tokens)
-        dtype = self._layout.pages.dtype if self._open() else None
+        dtype = self.dtype if self._open() else None
         new = PagedCache(self.config, self.pool, max_tokens=self.max_tokens, dtype=dtype)
         if self._books and self._books.length:
             new.adopt(self, rows, tokens)
@@ -265,11 +261,11 @@ class PagedCache(Cache):
             raise CacheError(f"{other!r} holds nothing to adopt, or its last pass broke off: crop it first")
         if other.heads != self.heads:
             raise CacheError(f"the other cache is for {other.heads}, this one for {self.heads}")
-        kept = other._layout.pages.dtype
+        kept = other.dtype
         if self._books is None:
             self._bind(kept)
-        if kept != self._layout.pages.dtype:
-            raise CacheError(f"the other cache keeps {kept}, this one {self._layout.pages.dtype}")
+        if kept != self.dtype:
+            raise CacheError(f"the other cache keeps {kept}, this one {self.dtype}")
         source = other._books
         rows = list(range(len(source.rows))) if rows is None else rows
         self._books.adopt(source, rows, source.length if tokens is None else tokens)

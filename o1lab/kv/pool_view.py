@@ -12,7 +12,6 @@ from o1lab import plots
 from o1lab.errors import EstimateError
 
 GIB, MOST = 2**30, 600
-TICKS = [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5)]
 
 
 def memory(
@@ -73,7 +72,7 @@ def pauses(times: Mapping[str, Sequence[float]], names: Mapping[str, str], limit
         x=np.log10(limit_us), y=1, yref="paper", text=f"{limit_us:g} µs", showarrow=False, yanchor="bottom",
     )  # fmt: skip
     figure.update_layout(title_text=plots.titled(title), template="o1lab", hovermode="closest")
-    ticks = {"type": "log", "tickvals": TICKS, "ticktext": [f"{tick:,g}" for tick in TICKS]}
+    ticks = {"type": "log", "tickvals": plots.TICKS, "ticktext": [f"{tick:,g}" for tick in plots.TICKS]}
     figure.update_xaxes(title_text="pause of a failed request (µs)", **ticks)
     figure.update_yaxes(title_text="longer than that (%)", **ticks)
     return figure

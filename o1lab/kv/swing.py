@@ -7,12 +7,11 @@ the pool's own reservation is measured like everything else, and nothing is flat
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from o1lab.kv.backing import OnDevice
+from o1lab.kv.backing import OnDevice, limited
 from o1lab.kv.designs import Design
 from o1lab.kv.pool import PoolError
 from o1lab.kv.replay import Outcome, replay
@@ -93,7 +92,7 @@ def watch(
 
     gc.collect()  # a pool that is only garbage would give its memory back in the middle
     memory = _Read(device)
-    with _limited(memory, limit_bytes):
+    with limited(memory, limit_bytes):
         design = make(memory)
         pool = getattr(design, "pool", None)
         if pool is not None:
@@ -123,23 +122,3 @@ class _Read(OnDevice):
         import psutil
 
         return psutil.Process().memory_info().rss
-
-
-@contextmanager
-def _limited(memory: OnDevice, limit_bytes: int | None) -> Iterator[None]:
-    if limit_bytes is None:
-        yield
-        return
-    import torch
-
-    if memory.device.type != "cuda":
-        raise PoolError(f"limit_bytes={limit_bytes} on {memory.device}: only CUDA memory can be limited")
-    index = torch.cuda.current_device() if memory.device.index is None else memory.device.index
-    most = torch.cuda.memory_reserved(index) + limit_bytes
-    torch.cuda.set_per_process_memory_fraction(
-        min(1.0, most / torch.cuda.get_device_properties(index).total_memory), index
-    )
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, index)

@@ -9,6 +9,7 @@ import torch
 from o1lab import claims, plots, stats
 from o1lab.errors import EstimateError
 from o1lab.kv import Growing, KVShape, Paged, PoolError, Static, faults, long_cot, pool_view, swing, writeback_bench
+from o1lab.kv.backing import limited
 from o1lab.kv.replay import replay
 
 LEDGER = claims.load()
@@ -64,7 +65,7 @@ class FakeCuda:
 def test_the_limit_is_set_for_the_run_and_taken_back_after_an_error(monkeypatch):
     fake = FakeCuda(monkeypatch)
     memory = type("Memory", (), {"device": torch.device("cuda")})
-    limit = swing._limited(memory, 2999)
+    limit = limited(memory, 2999)
     limit.__enter__()
     assert fake.fractions == [pytest.approx(0.4)]
     assert not limit.__exit__(MemoryError, MemoryError(), None)
