@@ -109,27 +109,31 @@ class Courier:
                     sum_into(sums[0, done : done + n], lane.device_pages[page : page + n])
                     done += n
             self._behind(self.move, self.look)
-        done, most = 0, max(1, PIECE_BYTES // lane.device_pages.shape[1])
-        for number, (page, slot, n) in enumerate(runs(pages, slots, most)):
-            device, host = lane.device_pages[page : page + n], lane.host_pages[slot : slot + n]
-            with self._on(self.move):
+        pieces = runs(pages, slots, max(1, PIECE_BYTES // lane.device_pages.shape[1]))
+        copied: list[Any] = []
+        with self._on(self.move):
+            for page, slot, n in pieces:
+                device, host = lane.device_pages[page : page + n], lane.host_pages[slot : slot + n]
                 lane.copy(host, device) if job.to_host else lane.copy(device, host)
-            if has_target:
-                self._sum_arrived(number % len(self.back), lane, job, sums[1, done : done + n], device, host)
-            done += n
+                copied.append((device, host, self.move.record_event() if self.cuda and has_target else None))
+        if has_target:
+            places = sums[1].split([n for _, _, n in pieces])
+            for side in range(len(self.back)):  # two, in turn: while one sums, the other reads back
+                self._sum_arrived(side, lane, job, [*zip(places, copied, strict=True)][side :: len(self.back)])
         return self._close(sums, has_source, has_target)
 
-    def _sum_arrived(self, side: int, lane: Lane, job: Job, sums: Any, device: Any, host: Any) -> None:
-        """Behind the copy, on one of two streams in turn: while one sums, the other reads back."""
-        self._behind(self.back[side], self.move)
+    def _sum_arrived(self, side: int, lane: Lane, job: Job, pieces: list[Any]) -> None:
         with self._on(self.back[side]):
-            if not job.to_host:
-                arrived = device
-            elif lane.readback == "direct":
-                arrived = host
-            else:
-                arrived = self._room(side, device)[: len(host)].copy_(host, non_blocking=True)
-            sum_into(sums, arrived)
+            for place, (device, host, event) in pieces:
+                if event is not None:
+                    self.back[side].wait_event(event)
+                if not job.to_host:
+                    arrived = device
+                elif lane.readback == "direct":
+                    arrived = host
+                else:
+                    arrived = self._room(side, device)[: len(host)].copy_(host, non_blocking=True)
+                sum_into(place, arrived)
 
     def _room(self, side: int, like: torch.Tensor) -> torch.Tensor:
         """Memory that one stream reuses in its own order, so that nobody has to wait for it to be free."""
