@@ -44,22 +44,19 @@ def runs(pages: list[int], slots: list[int], most: float = float("inf")) -> list
 
 @dataclass
 class Flight:
-    """A job under way: where its sums arrive, (source or target, pages, parts), and the event behind all of it."""
+    """A job under way: which of its two rows of sums, (2, pages, parts), are taken, and the event behind all of it."""
 
     sums: torch.Tensor | None
-    has_source: bool
-    has_target: bool
-    event: Any
+    taken: tuple[bool, bool]
+    event: Any = None
     kept: Any = None
 
-    def land(self) -> tuple[list[int], list[int]]:
+    def land(self) -> list[list[int]]:
         """Wait, asleep and without the interpreter's lock; the sums of what was read and of what arrived."""
         if self.event is not None:
             self.event.synchronize()
-        if self.sums is None:
-            return [], []
-        source, target = self.sums.sum(-1).tolist()
-        return source if self.has_source else [], target if self.has_target else []
+        rows = [[], []] if self.sums is None else self.sums.sum(-1).tolist()
+        return [row if taken else [] for row, taken in zip(rows, self.taken, strict=True)]
 
 
 class Courier:
@@ -84,68 +81,54 @@ class Courier:
 
     def settle(self) -> None:
         """Wait for everything that was enqueued."""
-        if self.cuda:
-            for stream in (self.look, self.move, *self.back, self.close):
-                stream.synchronize()
+        for stream in (self.look, self.move, *self.back, self.close) if self.cuda else ():
+            stream.synchronize()
 
     def begin(self, lane: Lane, job: Job) -> Flight:
-        """Enqueue a job: sums of what is read, then piece by piece its copy and, behind that, sums of what arrived."""
+        """Enqueue a job: sums of what is read, its copy piece by piece and, behind each, sums of what arrived."""
         import torch
 
-        pages, slots = job.pages, job.slots
-        has_source = lane.verify and job.to_host
-        has_target = lane.verify and bool(lane.readback or not job.to_host)
-        if self.cuda:
-            for event in job.after:
-                (self.look if has_source else self.move).wait_event(event)
-        sums = None
+        pages, sums, copied = job.pages, None, []
+        taken = lane.verify and job.to_host, lane.verify and bool(lane.readback or not job.to_host)
+        for event in job.after if self.cuda else ():
+            (self.look if taken[0] else self.move).wait_event(event)
         if lane.verify:
             with self._on(self.look):
                 sums = torch.empty((2, len(pages), PARTS), dtype=torch.int64, device=self.where)
-        if has_source:
-            with self._on(self.look):
                 done = 0
-                for page, _, n in runs(pages, pages):
+                for page, _, n in runs(pages, pages) if taken[0] else ():
                     sum_into(sums[0, done : done + n], lane.device_pages[page : page + n])
                     done += n
+        if taken[0]:
             self._behind(self.move, self.look)
-        pieces = runs(pages, slots, max(1, PIECE_BYTES // lane.device_pages.shape[1]))
-        copied: list[Any] = []
+        pieces = runs(pages, job.slots, self._most(lane))
         with self._on(self.move):
             for page, slot, n in pieces:
                 device, host = lane.device_pages[page : page + n], lane.host_pages[slot : slot + n]
                 lane.copy(host, device) if job.to_host else lane.copy(device, host)
-                copied.append((device, host, self.move.record_event() if self.cuda and has_target else None))
-        if has_target:
-            places = sums[1].split([n for _, _, n in pieces])
+                copied.append((device, host, self.move.record_event() if self.cuda and taken[1] else None))
+        if taken[1]:
+            arriving = [*zip(sums[1].split([n for _, _, n in pieces]), copied, strict=True)]
             for side in range(len(self.back)):  # two, in turn: while one sums, the other reads back
-                self._sum_arrived(side, lane, job, [*zip(places, copied, strict=True)][side :: len(self.back)])
-        return self._close(sums, has_source, has_target)
+                with self._on(self.back[side]):
+                    self._sum_arrived(side, lane, job, arriving[side :: len(self.back)])
+        return self._close(sums, taken)
 
     def _sum_arrived(self, side: int, lane: Lane, job: Job, pieces: list[Any]) -> None:
-        with self._on(self.back[side]):
-            for place, (device, host, event) in pieces:
-                if event is not None:
-                    self.back[side].wait_event(event)
-                if not job.to_host:
-                    arrived = device
-                elif lane.readback == "direct":
-                    arrived = host
-                else:
-                    arrived = self._room(side, device)[: len(host)].copy_(host, non_blocking=True)
-                sum_into(place, arrived)
+        if self._landing[side] is None and job.to_host and lane.readback != "direct":
+            self._landing[side] = lane.device_pages.new_empty((self._most(lane), lane.device_pages.shape[1]))
+        for place, (device, host, event) in pieces:
+            if event is not None:
+                self.back[side].wait_event(event)
+            arrived = host if job.to_host else device
+            if job.to_host and lane.readback != "direct":  # the stream's own order says when the memory is free again
+                arrived = self._landing[side][: len(host)].copy_(host, non_blocking=True)
+            sum_into(place, arrived)
 
-    def _room(self, side: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory that one stream reuses in its own order, so that nobody has to wait for it to be free."""
-        if self._landing[side] is None:
-            most = max(1, PIECE_BYTES // like.shape[1])
-            self._landing[side] = like.new_empty((most, like.shape[1]))
-        return self._landing[side]
-
-    def _close(self, sums: torch.Tensor | None, has_source: bool, has_target: bool) -> Flight:
+    def _close(self, sums: torch.Tensor | None, taken: tuple[bool, bool]) -> Flight:
         """All sums to the host in one small copy, on a stream that no later copy waits for."""
         if not self.cuda:
-            return Flight(sums, has_source, has_target, None)
+            return Flight(sums, taken)
         import torch
 
         for stream in (self.move, *self.back):
@@ -155,7 +138,12 @@ class Courier:
             if sums is not None:
                 found = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
             event.record()
-        return Flight(found, has_source, has_target, event, kept=sums)
+        return Flight(found, taken, event, kept=sums)
+
+    @staticmethod
+    def _most(lane: Lane) -> int:
+        """Pages of a piece, at least one."""
+        return max(1, PIECE_BYTES // lane.device_pages.shape[1])
 
     def _on(self, stream: Any) -> Any:
         if not self.cuda:
@@ -165,5 +153,5 @@ class Courier:
         return torch.cuda.stream(stream)
 
     def _behind(self, later: Any, earlier: Any) -> None:
-        if self.cuda and later != earlier:
+        if self.cuda:
             later.wait_stream(earlier)

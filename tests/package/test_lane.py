@@ -154,6 +154,15 @@ def test_a_lane_that_does_not_verify_takes_no_sums(monkeypatch):
     assert [(job.source, job.target, job.error) for job in send(lane, script, 3)] == [([], [], None)] * 3
 
 
+def test_a_thread_that_is_told_to_stop_ends_what_it_has_begun():
+    lane = lane_of(script := Script(), 9)
+    jobs = [lane.submit(Job(True, [([page], [0], [page])])) for page in range(3)]
+    lane._jobs.put(None)
+    script.open.set()
+    lane._threads[0].join(10)
+    assert [(job.done.is_set(), job.error) for job in jobs] == [(True, None)] * 3
+
+
 def test_a_forgotten_lane_with_jobs_behind_it_ends_its_thread():
     lane = lane_of(script := Script(), 3)
     send(lane, script, 5)
