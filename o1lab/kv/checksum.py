@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SEED = 20_266
 PARTS = 4
-"""Programs that share one page on a GPU: few, so that decoding beside them keeps its multiprocessors."""
+"""Programs that share one page on a GPU, each with its own sum: few, so that decoding beside them keeps the rest."""
 
 
 @cache
@@ -67,24 +67,54 @@ def checksums(pages: torch.Tensor) -> torch.Tensor:
     >>> bool(checksums(page) == checksums(page.clone())), bool(checksums(page) == checksums(swapped))
     (True, False)
     """
-    import numpy as np
+    import torch
+
+    if pages.device.type == "meta":
+        whole_words(pages)
+        return torch.zeros(len(pages), dtype=torch.int64)
+    parts = torch.empty((len(pages), PARTS), dtype=torch.int64, device=pages.device)
+    sum_into(parts, pages)
+    return parts.sum(1)
+
+
+def whole_words(pages: torch.Tensor) -> torch.Tensor:
+    """The pages' words, int32 of shape (n, W); raises PoolError where a page is no whole number of them."""
     import torch
 
     if pages.shape[1] % 4:
         raise PoolError(f"pages of {pages.shape[1]} bytes: a checksum is taken over words of 4 bytes")
-    if pages.device.type == "meta":
-        return torch.zeros(len(pages), dtype=torch.int64)
-    words = pages.view(torch.int32)
+    return pages.view(torch.int32)
+
+
+def sum_into(parts: torch.Tensor, pages: torch.Tensor) -> None:
+    """Write what adds up (mod 2⁶⁴) to each page's sum to ``parts``, int64 of shape (n, PARTS): one launch on a GPU.
+
+    The device of ``parts`` computes. On a GPU it reads pages in pinned host memory where they lie, over the bus.
+
+    Raises
+    ------
+    RuntimeError
+        Pages in host memory that a GPU cannot read: not pinned, or there is no Triton.
+    """
+    import numpy as np
+    import torch
+
+    words = whole_words(pages)
+    n = words.shape[1]
+    kernel = _kernel() if parts.device.type == "cuda" else None
+    if parts.device != pages.device and (kernel is None or not pages.is_pinned()):
+        raise RuntimeError(f"{parts.device} cannot sum pages in host memory: they are not pinned, or Triton is missing")
+    if kernel is not None:
+        kernel[(len(words), PARTS)](words, _keys_on(n, parts.device), parts, n, PARTS, BLOCK=1024)
+        return
+    parts.zero_()
     if pages.device.type == "cpu":
-        found = np.einsum("pw,w->p", words.numpy(), keys(words.shape[1]), dtype=np.int64, casting="safe")
-        return torch.from_numpy(found)
-    weights = _keys_on(words.shape[1], pages.device)
-    kernel = _kernel() if pages.device.type == "cuda" else None
-    if kernel is None:  # one page at a time: the products take twice its bytes
-        return torch.stack([(page * weights).sum() for page in words])
-    parts = torch.empty((len(words), PARTS), dtype=torch.int64, device=pages.device)
-    kernel[(len(words), PARTS)](words, weights, parts, words.shape[1], PARTS, BLOCK=1024)
-    return parts.sum(1)
+        found = np.einsum("pw,w->p", words.numpy(), keys(n), dtype=np.int64, casting="safe")
+        parts[:, 0] = torch.from_numpy(found)
+    else:  # one page at a time: the products take twice its bytes
+        weights = _keys_on(n, pages.device)
+        for place, page in enumerate(words):
+            parts[place, 0] = (page * weights).sum()
 
 
 @cache

@@ -40,7 +40,7 @@ class EvictingPool(Tiers):
     clock : callable, optional
         Time of last uses and time-to-live; default ``time.monotonic``.
     lane, back : Lane, optional
-        Where copies to the host and back run; default: two threads and one.
+        Where copies to the host and back run; default: a thread each, and one more to the host on a CPU.
 
     Attributes
     ----------
@@ -214,7 +214,7 @@ class EvictingPool(Tiers):
         if wait:
             for job in jobs:
                 self.lane.wait(job, self.policy.patience_s)
-            self.settle()
+                self.settle()  # while the next ones are on their way
             for job in jobs:
                 if job.error is not None:
                     raise job.error

@@ -1,6 +1,7 @@
 """Copies of pages between a pool on a device and one in host memory, beside the work of the caller's stream.
 
-A :class:`Lane` has worker threads, on CUDA each with a stream of its own. A :class:`Job` copies pages to host slots or
+A :class:`Lane` has worker threads, on CUDA each with streams of its own, which it keeps busy: it begins several jobs
+before it waits for the first (:mod:`o1lab.kv.courier`). A :class:`Job` copies pages to host slots or
 back and brings the checksums of both sides; what they mean, and who may use the pages meanwhile, is for
 :mod:`o1lab.kv.eviction` to decide. A worker touches bytes only, never the books.
 """
@@ -11,13 +12,15 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from o1lab.kv.asked import a_pool
 from o1lab.kv.checksum import checksums
+from o1lab.kv.courier import Courier, Flight, runs
 from o1lab.kv.pool import PagePool, PoolError
 
 if TYPE_CHECKING:
@@ -68,23 +71,6 @@ class Job:
         return [slot for _, _, slots in self.groups for slot in slots]
 
 
-def runs(pages: list[int], slots: list[int]) -> list[tuple[int, int, int]]:
-    """Stretches that are consecutive on both sides, as (first page, first slot, length): one copy each.
-
-    Examples
-    --------
-    >>> runs([4, 5, 6, 9], [0, 1, 7, 8])
-    [(4, 0, 2), (6, 7, 1), (9, 8, 1)]
-    """
-    found: list[tuple[int, int, int]] = []
-    for page, slot in zip(pages, slots, strict=True):
-        if found and (page - found[-1][2], slot - found[-1][2]) == found[-1][:2]:
-            found[-1] = (*found[-1][:2], found[-1][2] + 1)
-        else:
-            found.append((page, slot, 1))
-    return found
-
-
 def host_pool(like: PagePool, bytes: int) -> PagePool:
     """A pool in host memory with the pages of ``like``, pinned as it is when that one is on a GPU.
 
@@ -114,8 +100,14 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
+DEPTH = 4
+"""Jobs that a worker has begun and not yet ended, at most: the bus finds the next one when one is through."""
+READBACKS = (None, False, True, "direct")
+_ERRORS = (RuntimeError, ValueError, OSError, MemoryError)  # anything else ends the thread, and is found
+
+
 class Lane:
-    """Copies jobs one after the other on each of its workers.
+    """Copies jobs in the order of their arrival on each of its workers.
 
     Parameters
     ----------
@@ -123,26 +115,34 @@ class Lane:
         With pages of one size.
     workers : int
         Threads, started with the first job; 0 copies at once in the calling thread, as books without memory want.
-    readback : bool, optional
+    readback : bool or "direct", optional
         Check what reached the host by copying it back to the device and summing there: no load on the CPU, as many
         bytes again on the other direction of the bus. Default: on CUDA. Without it a CPU core sums some 3 to 6 GB/s.
+        With ``"direct"`` the kernel that sums reads host memory itself: nothing lands on the device.
     copy : callable(target, source), optional
         Instead of ``target.copy_(source, non_blocking=True)``; faults are injected here.
+
+    Attributes
+    ----------
+    depth : int
+        Jobs that a worker may have begun at a time: :data:`DEPTH` on CUDA. On the CPU nothing runs by itself: 1.
     """
 
     def __init__(
-        self, device: PagePool, host: PagePool, *, workers: int = 1, readback: bool | None = None,
+        self, device: PagePool, host: PagePool, *, workers: int = 1, readback: bool | str | None = None,
         verify: bool = True, copy: Callable[[Any, Any], None] | None = None,
     ) -> None:  # fmt: skip
         a_pool("device", device)
         a_pool("host", host)
         if device.page_bytes != host.page_bytes:
             raise PoolError(f"pages of {device.page_bytes} bytes do not go into pages of {host.page_bytes}")
+        if readback not in READBACKS:
+            raise PoolError(f"readback={readback!r}: one of {', '.join(map(repr, READBACKS))}")
         self.cuda = device.arena.device.type == "cuda"
         self.where, self._pools = device.arena.device, (device, host)  # as long as a copy runs, its memory stays
-        self._device, self._host = (pool.arena.view(pool.pages, pool.page_bytes) for pool in (device, host))
+        self.device_pages, self.host_pages = (pool.arena.view(pool.pages, pool.page_bytes) for pool in (device, host))
         self.real = self.where.type != "meta"
-        self.workers = workers if self.real else 0
+        self.workers, self.depth = workers if self.real else 0, DEPTH if self.cuda else 1
         self.readback, self.verify, self.copy = self.cuda if readback is None else readback, verify, copy or _copy
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -166,7 +166,10 @@ class Lane:
             self._staff()
         else:
             job.worker = threading.current_thread()
-            self._run(job, None)
+            courier = Courier(self.where, own=False)
+            flight = self._begin(job, courier)
+            if flight is not None:
+                self._end(job, courier, flight)
         return job
 
     def wait(self, job: Job, most_s: float = 60.0) -> None:
@@ -204,67 +207,78 @@ class Lane:
                 self._threads.append(threading.Thread(target=_work, args=args, daemon=True, name="kv copy"))
                 self._threads[-1].start()
 
-    def _run(self, job: Job, stream: Any) -> None:
+    def _begin(self, job: Job, courier: Courier) -> Flight | None:
+        """Start a job; ``None`` when it has ended already, for better or worse."""
         try:
             if self.real:
-                self._transfer(job, stream)
-            else:
-                job.source = job.target = [0] * len(job.pages)
-        except (RuntimeError, ValueError, OSError, MemoryError) as error:  # anything else ends the thread, and is found
-            if stream is not None:
-                stream.synchronize()
-            job.error = CopyFailed(f"copying {len(job.pages)} pages failed, they stay: {type(error).__name__}: {error}")
-            job.error.__cause__ = error
+                return courier.begin(self, job)
+            job.source = job.target = [0] * len(job.pages)
+            job.done.set()
+        except _ERRORS as error:
+            self._fail(job, courier, error)
+        return None
+
+    def _end(self, job: Job, courier: Courier, flight: Flight) -> None:
+        """Wait for a job that was begun."""
+        try:
+            job.source, job.target = flight.land()
+            if self.verify and job.to_host and not self.readback:
+                job.target = self.host_sums(job.slots).tolist()
+            job.done.set()
+        except _ERRORS as error:
+            self._fail(job, courier, error)
+
+    def _fail(self, job: Job, courier: Courier, error: Exception) -> None:
+        courier.settle()  # what had been started for it uses its pages
+        job.error = CopyFailed(f"copying {len(job.pages)} pages failed, they stay: {type(error).__name__}: {error}")
+        job.error.__cause__ = error
         job.done.set()
-
-    def _transfer(self, job: Job, stream: Any) -> None:
-        import torch
-
-        parts = runs(job.pages, job.slots)
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            if stream is not None:
-                for event in job.after:
-                    stream.wait_event(event)
-            before, after = [], []
-            for page, slot, n in parts:
-                device, host = self._device[page : page + n], self._host[slot : slot + n]
-                if self.verify and job.to_host:
-                    before.append(checksums(device))
-                self.copy(host, device) if job.to_host else self.copy(device, host)
-                if self.verify and (self.readback or not job.to_host):
-                    landed = torch.empty_like(device).copy_(host, non_blocking=True) if job.to_host else device
-                    after.append(checksums(landed))
-            sums = [torch.cat(each).cpu() if each else None for each in (before, after)]  # waits for this stream only
-            if stream is not None:
-                stream.synchronize()
-        if self.verify and job.to_host and not self.readback:
-            sums[1] = self.host_sums(job.slots)
-        job.source, job.target = ([] if each is None else each.tolist() for each in sums)
 
     def host_sums(self, slots: list[int]) -> torch.Tensor:
         """Checksums of host slots, computed on the CPU in the calling thread; int64 of shape (len(slots),)."""
         import torch
 
-        return torch.cat([checksums(self._host[slot : slot + n]) for slot, _, n in runs(slots, slots)])
+        return torch.cat([checksums(self.host_pages[slot : slot + n]) for slot, _, n in runs(slots, slots)])
 
 
 def _work(owner: weakref.ref[Lane], jobs: queue.SimpleQueue[Job | None]) -> None:
-    """Body of a worker; holds no lane while it waits, so that a forgotten one can end."""
-    stream = None
-    while (job := jobs.get()) is not None:
-        job.worker = threading.current_thread()
-        lane = owner()
-        if lane is None:
-            return
-        if lane.cuda and stream is None:
-            import torch
+    """Body of a worker; holds no lane while it has nothing in hand, so that a forgotten one can end."""
+    courier: Courier | None = None
+    begun: deque[tuple[Lane, Job, Flight]] = deque()
+    try:
+        while (job := _next(jobs, begun, courier)) is not None:
+            job.worker = threading.current_thread()
+            lane = owner()
+            if lane is None:
+                return
+            courier = courier or Courier(lane.where)
+            flight = lane._begin(job, courier)
+            if flight is not None:
+                begun.append((lane, job, flight))
+                if len(begun) >= lane.depth:
+                    _end_first(begun, courier)
+            del lane, job, flight
+        while begun:
+            _end_first(begun, courier)
+    except SystemExit:  # the thread is told to end: whoever waits for its jobs finds it gone
+        return
+    finally:
+        if courier is not None:
+            courier.settle()  # before the memory goes that copies under way still use
 
-            stream = torch.cuda.Stream(lane.where)
-        try:
-            lane._run(job, stream)
-        except SystemExit:  # the thread is told to end: whoever waits for the job finds it gone
-            return
-        del lane, job
+
+def _next(jobs: queue.SimpleQueue[Job | None], begun: deque[tuple[Lane, Job, Flight]], courier: Any) -> Job | None:
+    """The next job; while none is there, those begun are ended, oldest first."""
+    while begun:
+        with suppress(queue.Empty):
+            return jobs.get_nowait()
+        _end_first(begun, courier)
+    return jobs.get()
+
+
+def _end_first(begun: deque[tuple[Lane, Job, Flight]], courier: Courier) -> None:
+    lane, job, flight = begun.popleft()
+    lane._end(job, courier, flight)
 
 
 def _stop(jobs: queue.SimpleQueue[Job | None], threads: list[threading.Thread]) -> None:

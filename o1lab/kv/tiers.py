@@ -59,7 +59,8 @@ class Tiers:
             raise PoolError("pool and host are the same: pages need another pool to go to")
         self.pool, self.host, self.policy, self.clock = pool, host, policy or Policy(), clock
         check = self.policy.verify
-        self.lane = lane or Lane(pool, host, workers=2, verify=check != "none")
+        workers = 1 if pool.arena.device.type == "cuda" else 2  # there one keeps the bus busy
+        self.lane = lane or Lane(pool, host, workers=workers, verify=check != "none")
         self.back = back or Lane(pool, host, verify=check == "full")
         if (check != "none" and not self.lane.verify) or (check == "full" and not self.back.verify):
             raise PoolError(f"verify={check!r} needs lanes that take checksums: make them with verify=True")

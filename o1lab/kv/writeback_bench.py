@@ -3,7 +3,8 @@
 ``rate`` compares verified write-back with a plain copy of the same pages over the same bus, ``slowdown`` times a
 decode-like loop without and with write-back beside it, ``evict`` times the failed request that evicts clean pages,
 ``restore`` brings 8k tokens back and computes them anew, ``policies`` serves the same traffic as the article has it and
-as we do. Without a GPU all of it runs small, to show that it runs: its ratios say nothing about a bus.
+as we do. ``--sweep`` tries ``rate`` and ``slowdown`` with some numbers of workers, sizes of a copy and ways to verify,
+and names the best. Without a GPU all of it runs small, to show that it runs: its ratios say nothing about a bus.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,13 +27,19 @@ from o1lab.kv.eviction import EvictingPool
 from o1lab.kv.lane import Lane, host_pool
 from o1lab.kv.latency import quantile
 from o1lab.kv.offload import HEAD, compare_policies
-from o1lab.kv.pool import PagePool
+from o1lab.kv.pool import PagePool, PoolError
 from o1lab.kv.ranking import Policy
 from o1lab.kv.traffic import long_cot
 from o1lab.options import device, ended, new_file, whole
 from o1lab.stats import Estimate, mebibytes, median
 
 ROUNDS = 8
+WAYS: dict[str, bool | str] = {"device": True, "direct": "direct", "host": False}
+"""Where host copies are summed, as :class:`~o1lab.kv.lane.Lane` takes it."""
+SWEEP = (*product((1, 2), (64, 128, 256), ("device", "direct")), (1, 128, "host"))
+"""Workers, pages of one copy, way to verify."""
+MOST_SLOWER = 3.0
+"""Slowdown in % that decoding may suffer."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,8 @@ class Setting:
     tokens: int
     page_bytes: int
     loop_bytes: int
-    readback: bool | None = None
-    workers: int = 2
+    readback: bool | str | None = None
+    workers: int = 1
     batch_pages: int = 128
 
     @property
@@ -92,11 +100,11 @@ def _fill(tiers: EvictingPool, owner: Any, pages: int, group: int, rest: bool = 
         tiers.rest(owner)
 
 
-def rate(at: Setting) -> dict[str, Estimate]:
+def rate(at: Setting, rounds: int = ROUNDS) -> dict[str, Estimate]:
     """Bytes per second of verified write-back and of a plain asynchronous copy of the same pages, and their ratio."""
     tiers, found = at.tiers(), {"copy": [], "write-back": [], "ratio": []}
     host = tiers.host.arena[: tiers.pool.bytes]
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         _fill(tiers, "one", at.pages, at.shape.layers)
         plain = _timed(lambda: host.copy_(tiers.pool.arena, non_blocking=True), at.settle)
         checked = _timed(lambda: tiers.write_back(wait=True), at.settle)
@@ -107,7 +115,7 @@ def rate(at: Setting) -> dict[str, Estimate]:
     return {name: median(values[1:], "1" if name == "ratio" else "GB/s") for name, values in found.items()}
 
 
-def slowdown(at: Setting, steps: int = 100) -> dict[str, Estimate]:
+def slowdown(at: Setting, steps: int = 100, rounds: int = ROUNDS) -> dict[str, Estimate]:
     """How much longer a bandwidth-bound step on the main stream takes while pages are written back, in %.
 
     A step copies ``loop_bytes / 2`` on the device and is waited for, as a decode step is. Rounds alternate: ``steps``
@@ -124,7 +132,7 @@ def slowdown(at: Setting, steps: int = 100) -> dict[str, Estimate]:
             torch.cuda.current_stream().synchronize()
         return time.perf_counter() - begin
 
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         _fill(tiers, "one", at.pages, at.shape.layers)
         at.settle()
         alone, begin = [step() for _ in range(steps)], time.perf_counter()
@@ -232,31 +240,68 @@ TABLES: dict[str, Callable[[Setting], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def sweep(at: Setting, rounds: int = 6) -> dict[str, Any]:
+    """:func:`rate`'s ratio and :func:`slowdown` for each of :data:`SWEEP`, printed, and the best of them.
+
+    The best has the highest ratio of those that slow decoding by at most :data:`MOST_SLOWER` %; if none does, it is the
+    one that slows it least.
+    """
+    found: dict[str, Any] = {}
+    for workers, batch, way in SWEEP:
+        name = f"--workers {workers} --batch {batch} --verify-on {way}"
+        one = replace(at, workers=workers, batch_pages=batch, readback=WAYS[way])
+        try:
+            ratio, slower = rate(one, rounds)["ratio"], slowdown(one, rounds=rounds)["slowdown"]
+        except PoolError as error:
+            print(f"{name:<46}{error}", flush=True)
+            continue
+        print(f"{name:<46}ratio {ratio}, slowdown {slower}", flush=True)
+        found[name] = {"ratio": ratio.to_dict(), "slowdown": slower.to_dict()}
+
+    def merit(name: str) -> tuple[bool, float]:
+        slower = found[name]["slowdown"]["value"]
+        return slower <= MOST_SLOWER, found[name]["ratio"]["value"] if slower <= MOST_SLOWER else -slower
+
+    if found:
+        found["best"] = max(found, key=merit)
+        print(f"best: {found['best']}")
+    return found
+
+
 @ended
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables that are asked for, all by default."""
+    """Print the tables that are asked for; by default all, with ``--sweep`` none."""
     parser = argparse.ArgumentParser(prog="python -m o1lab.kv.writeback_bench", description=__doc__)
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; default: all")
     parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="small sizes, as without a GPU")
-    parser.add_argument("--verify-on", choices=("device", "host"), help="where host copies are summed; default: device")
-    parser.add_argument("--workers", type=whole(0, 64), default=2, help="threads that copy to the host")
-    parser.add_argument("--batch", type=whole(1), default=128, help="pages of one copy")
+    parser.add_argument(
+        "--verify-on",
+        choices=WAYS,
+        help="where host copies are summed: read back to the device "
+        "(default there), read by it where they lie, or on the host",
+    )
+    parser.add_argument("--workers", type=whole(0, 64), default=1, help="threads that copy to the host (%(default)s)")
+    parser.add_argument("--batch", type=whole(1), default=128, help="pages of one copy (%(default)s)")
+    parser.add_argument("--sweep", action="store_true", help="try several of these three settings, and name the best")
     parser.add_argument("--json", type=new_file, help="write the figures there")
     options = parser.parse_args(argv)
     if unknown := set(options.tables) - set(TABLES):
         parser.error(f"no table {unknown.pop()!r}; there are {', '.join(TABLES)}")
     torch.set_num_threads(1)
-    readback = None if options.verify_on is None else options.verify_on == "device"
+    readback = WAYS.get(options.verify_on)
     chosen = {"readback": readback, "workers": options.workers, "batch_pages": options.batch}
     at, found = setting(options.device, options.quick, **chosen), {}
-    for name in options.tables or TABLES:
+    for name in options.tables or (() if options.sweep else TABLES):
         print(f"-- {name}: {mebibytes(at.pages * at.page_bytes)} MiB on {at.device}", flush=True)
         found[name] = TABLES[name](at)
         for label, value in found[name].items():
             if isinstance(value, Estimate):
                 print(f"{label:<16}{value}")
                 found[name][label] = value.to_dict()
+    if options.sweep:
+        print(f"-- sweep: {mebibytes(at.pages * at.page_bytes)} MiB on {at.device}", flush=True)
+        found["sweep"] = sweep(at)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 0

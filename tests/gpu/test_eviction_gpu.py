@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 
@@ -10,7 +12,7 @@ from o1lab.kv import faults
 from o1lab.kv import writeback_bench as bench
 from o1lab.kv.checksum import checksums
 from o1lab.kv.eviction import EvictingPool
-from o1lab.kv.lane import CopyFailed, Lane, host_pool
+from o1lab.kv.lane import DEPTH, CopyFailed, Job, Lane, host_pool
 from o1lab.kv.pool import PagePool
 from o1lab.kv.ranking import Policy
 from o1lab.kv.tiers import DamagedCopy
@@ -18,13 +20,14 @@ from o1lab.kv.tiers import DamagedCopy
 pytestmark = pytest.mark.gpu
 
 PAGE, CHUNK = 256 << 10, 64 << 20
+WAYS = [True, False, "direct"]
 
 
-def tiers_of(pages=256, host_pages=1024, *, readback=None, copy=None, back=None, **policy):
+def tiers_of(pages=256, host_pages=1024, *, readback=None, copy=None, back=None, workers=2, **policy):
     pool = PagePool(pages * PAGE, device="cuda", page_bytes=PAGE, chunk_bytes=CHUNK)
     host = host_pool(pool, host_pages * PAGE)
     policy = Policy(**{"copy_at": float("inf"), "shield": None, **policy})
-    lane = Lane(pool, host, workers=2, readback=readback, copy=copy)
+    lane = Lane(pool, host, workers=workers, readback=readback, copy=copy)
     return EvictingPool(pool, host, policy, lane=lane, back=back and Lane(pool, host, copy=back))
 
 
@@ -101,9 +104,10 @@ def test_host_memory_is_pinned_and_of_the_size_that_was_asked_for():
     assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before
 
 
-@pytest.mark.parametrize("readback", [True, False])
-def test_pages_go_and_come_back_as_they_were(readback):
-    tiers = tiers_of(readback=readback)
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("readback", WAYS)
+def test_pages_go_and_come_back_as_they_were(readback, workers):
+    tiers = tiers_of(readback=readback, workers=workers, batch_pages=48)
     content = fill(tiers, "old", 256)
     assert tiers.write_back(wait=True) == 256
     evict_all(tiers)
@@ -113,7 +117,7 @@ def test_pages_go_and_come_back_as_they_were(readback):
     tiers.check()
 
 
-@pytest.mark.parametrize("readback", [True, False])
+@pytest.mark.parametrize("readback", WAYS)
 @pytest.mark.parametrize("kind", ["bit flip", "swap", "zeroed"])
 def test_damage_on_the_way_out_is_caught(readback, kind):
     bad = faults.Saboteur(random.Random(kind))
@@ -155,6 +159,121 @@ def test_a_thread_that_dies_loses_nothing():
     tiers.write_back(wait=True)
     evict_all(tiers)
     assert same(tiers, "old", content)
+
+
+def jobs_of(n, pages=40):
+    """``n`` jobs, each longer than one piece."""
+    places = [[*range(pages * number, pages * (number + 1))] for number in range(n)]
+    return [Job(True, [(numbers, [0] * pages, numbers)]) for numbers in places]
+
+
+def lane_of(pages, **how):
+    pool = PagePool(pages * PAGE, device="cuda", page_bytes=PAGE, chunk_bytes=pages * PAGE)
+    pool.arena.random_()
+    return Lane(pool, host_pool(pool, pages * PAGE), **how)
+
+
+@pytest.mark.parametrize("readback", WAYS)
+def test_a_worker_begins_several_jobs_before_the_first_is_over(readback):
+    import torch
+
+    lane, begun = lane_of(40 * 6, readback=readback), []
+    lane.copy = lambda target, source: (begun.append(len(source)), target.copy_(source, non_blocking=True))
+    for job in [lane.submit(job) for job in jobs_of(6)]:  # compiles, and makes what later ones use again
+        lane.wait(job)
+    del begun[:]
+    torch.cuda._sleep(1_000_000_000)  # the copies are behind this
+    jobs = jobs_of(6)
+    for job in jobs:
+        job.after.append(lane.mark())
+        lane.submit(job)
+    until = time.monotonic() + 5
+    while sum(begun) < 40 * DEPTH and time.monotonic() < until:
+        time.sleep(0.001)
+    assert not torch.cuda.current_stream().query(), "the pause was too short for this test"
+    assert sum(begun) == 40 * DEPTH
+    assert not any(job.done.is_set() for job in jobs)
+    for job in jobs:
+        lane.wait(job)
+    expected = checksums(lane.device_pages).tolist()
+    assert (
+        [job.source for job in jobs]
+        == [job.target for job in jobs]
+        == [expected[40 * number : 40 * (number + 1)] for number in range(6)]
+    )
+    assert torch.equal(lane.device_pages.cpu(), lane.host_pages)
+
+
+@pytest.mark.parametrize("readback", WAYS)
+@pytest.mark.parametrize("spoil", ["damage", "raises", "dies"])
+def test_of_three_jobs_under_way_only_the_spoilt_one_is_rejected(readback, spoil):
+    import torch
+
+    lane = lane_of(120, readback=readback)
+
+    def copy(target, source):
+        target.copy_(source, non_blocking=True)
+        if source.data_ptr() == lane.device_pages[40].data_ptr() and spoil:
+            if spoil == "damage":
+                torch.cuda.current_stream().synchronize()
+                target[3, 99] ^= 1
+            else:
+                raise RuntimeError("no DMA") if spoil == "raises" else SystemExit
+
+    lane.copy = copy
+    jobs = [lane.submit(job) for job in jobs_of(3)]
+    for job in jobs:
+        lane.wait(job)
+    good = [job.error is None and job.source == job.target for job in jobs]
+    if spoil == "damage":
+        assert good == [True, False, True]
+        assert [a == b for a, b in zip(jobs[1].source, jobs[1].target, strict=True)].index(False) == 3
+        assert jobs[1].error is None
+    else:
+        assert not good[1]
+        assert good[2]
+        assert good[0] or spoil == "dies"
+        assert "no DMA" in str(jobs[1].error) or "died" in str(jobs[1].error)
+    spoil = ""
+    again = [lane.submit(job) for job in jobs_of(3)]
+    for job in again:
+        lane.wait(job)
+    assert all(job.error is None and job.source == job.target for job in again)
+    assert torch.equal(lane.device_pages.cpu(), lane.host_pages)
+
+
+@pytest.mark.parametrize("readback", WAYS)
+def test_neither_the_caller_nor_its_stream_waits_for_copies(readback):
+    import torch
+
+    tiers = tiers_of(readback=readback, workers=1, batch_pages=64)
+    fill(tiers, "old", 256)
+    tiers.write_back(wait=True)  # compiles
+    tiers.release("old")
+    content = fill(tiers, "old", 256)
+    beside, gate = torch.zeros(1 << 20, device="cuda"), threading.Event()
+    torch.cuda.synchronize()
+    tiers.lane.copy = lambda target, source: (gate.wait(10), target.copy_(source, non_blocking=True))
+    tiers.write_back()
+    for _ in range(10):
+        beside += 1
+    torch.cuda.current_stream().synchronize()  # while no copy has even begun
+    assert tiers.copying_pages == 256
+    gate.set()
+    tiers.settle(wait=True)
+    assert float(beside.min()) == 10
+    evict_all(tiers)
+    assert same(tiers, "old", content)
+
+
+def test_memory_that_the_device_cannot_read_is_a_failed_copy():
+    pool = PagePool(8 * PAGE, device="cuda", page_bytes=PAGE, chunk_bytes=CHUNK)
+    plain = PagePool(8 * PAGE, device="cpu", page_bytes=PAGE, chunk_bytes=CHUNK)
+    lane = Lane(pool, plain, readback="direct")
+    job = lane.submit(Job(True, [([0, 1], [0, 0], [0, 1])]))
+    lane.wait(job)
+    with pytest.raises(CopyFailed, match="not pinned"):
+        raise job.error
 
 
 def test_a_store_waits_for_the_step_that_fills_the_page():
