@@ -12,6 +12,7 @@ states of all problems come from a parallel prefix composition of maps: log2(N) 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -66,16 +67,29 @@ class Parts:
     facts: torch.Tensor | None = None
 
 
-def tokens(variant: str, steps: int, asked: int | None = None, entities: int = REACHABLE) -> tuple[int, int]:
+def tokens(
+    variant: str, steps: int, asked: int | None = None, entities: int = REACHABLE, difficulty: float = 1.0
+) -> tuple[int, int]:
     """Tokens of a prompt, and of what is to be produced (with ``<eos>``).
 
     >>> tokens("hops", 128), tokens("digits", 192)
     ((411, 385), (972, 1537))
     """
     wide, state = OPERAND_WIDTH[variant], STATE_WIDTH[variant]
-    facts = 1 + 3 * vocabulary.RELATIONS * entities if variant == "hops" else 0
+    facts = 1 + 3 * math.prod(table(entities, difficulty)) if variant == "hops" else 0
     asked = steps if asked is None else asked
     return 9 + state + facts + (2 + wide) * steps, (2 + wide + state) * asked + 1
+
+
+def table(entities: int, difficulty: float) -> tuple[int, int]:
+    """Entities and relations of a hop table of ``entities``, at a difficulty.
+
+    Relations matter more: with one of them a fact is found by its entity alone, with more it takes both.
+
+    >>> table(12, 0.15), table(12, 0.6), table(12, 1.0)
+    ((4, 1), (7, 2), (12, 4))
+    """
+    return min(entities, max(4, round(entities * difficulty))), max(1, round(vocabulary.RELATIONS * difficulty))
 
 
 def make(
@@ -167,10 +181,13 @@ def draw(
         after = compose(letters[rules]).gather(2, moved)
         states = vocabulary.LETTER + torch.cat([start.unsqueeze(1), after], 1)
         return Parts(vocabulary.RULE + rules, none, states)
-    entities = max(2, round(entities * difficulty))
-    count, reachable = vocabulary.RELATIONS, min(entities, REACHABLE)
+    entities, count = table(entities, difficulty)
+    reachable = min(entities, REACHABLE)
     keys = torch.rand(rows, vocabulary.ENTITIES, generator=generator, device=device)
     names = vocabulary.ENTITY + keys.argsort(1)[:, :entities]
+    words = vocabulary.RELATION + torch.arange(vocabulary.RELATIONS, device=device).expand(rows, -1)
+    if count < vocabulary.RELATIONS:
+        words = vocabulary.RELATION + torch.rand(words.shape, generator=generator, device=device).argsort(1)[:, :count]
     groups = [(size, begin) for size, begin in ((reachable, 0), (entities - reachable, reachable)) if size]
 
     def shuffles(size: int) -> torch.Tensor:
@@ -181,11 +198,11 @@ def draw(
     through = compose(taken(leads[:, :, :reachable], relations))
     after = through.gather(2, start.unsqueeze(1).expand(-1, steps, 1)).squeeze(2)
     states = names.gather(1, torch.cat([start, after], 1)).unsqueeze(2)
-    relation = vocabulary.RELATION + torch.arange(count, device=device).view(1, count, 1)
     targets = names.gather(1, leads.flatten(1)).view(rows, count, entities)
-    facts = torch.stack([relation.expand_as(targets), names.unsqueeze(1).expand_as(targets), targets], 3).flatten(1, 2)
+    known = words.unsqueeze(2).expand_as(targets), names.unsqueeze(1).expand_as(targets), targets
+    facts = torch.stack(known, 3).flatten(1, 2)
     facts = taken(facts, shown(rows, count * entities, 1.0, generator))
-    return Parts(vocabulary.RELATION + relations, none, states, facts)
+    return Parts(words.gather(1, relations), none, states, facts)
 
 
 def compose(maps: torch.Tensor, inner: bool = False) -> torch.Tensor:

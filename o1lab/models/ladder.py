@@ -23,6 +23,8 @@ FEW = (0.15, 0.3, 0.6)
 """Shares of the operands, digits, rules or entities in use on the lowest rungs (``difficulty`` of ``batches.make``)."""
 ROWS = 128
 """Chains that are looked at before a kind may climb."""
+MORE = 3
+"""How much more of each step's tokens a kind gets that is not mastered."""
 EVERY = 8
 """Steps between two looks: a look waits for the device."""
 
@@ -53,6 +55,11 @@ class Ladder:
     def at(self, kind: str, late: bool = False) -> tuple[int, float]:
         """Longest N and difficulty of ``kind`` now; those of the last rung when it is ``late``."""
         return self.rungs[-1 if late else self.height[self.kinds.index(kind)]]
+
+    def share(self, kind: str) -> float:
+        """Share of a step's tokens for ``kind``: one at the top is only kept up, the others get :data:`MORE` times it."""
+        parts = [1 if height == len(self.rungs) - 1 else MORE for height in self.height]
+        return parts[self.kinds.index(kind)] / sum(parts)
 
     def saw(self, kind: str, steps: int, right: torch.Tensor) -> None:
         """Count chains of N = ``steps``: ``right`` says for each whether all of it is; short ones do not count."""

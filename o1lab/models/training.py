@@ -211,7 +211,7 @@ class Run:
         losses = []
         for kind in self.kinds:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                logits, targets = self._predict(kind, config.tokens // len(self.kinds), chance)
+                logits, targets = self._predict(kind, round(config.tokens * self.ladder.share(kind)), chance)
             loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
             (loss / len(self.kinds)).backward()
             losses.append(loss.detach())
@@ -243,10 +243,11 @@ class Run:
             return logits, made.targets - coupled_layout.FIRST
         asked = steps if chance.random() < 0.75 else chance.randint(1, steps)
         size = chance.choice((batches.REACHABLE, batches.REACHABLE, batches.REACHABLE, 16, 24))
-        rows = max(1, tokens // sum(batches.tokens(kind, steps, asked, size)))
+        difficulty = self.difficulty(kind)
+        rows = max(1, tokens // sum(batches.tokens(kind, steps, asked, size, difficulty)))
         batch = batches.make(
             kind, rows, steps, self.generator, asked=asked, shuffled=self.config.shuffled, entities=size,
-            difficulty=self.difficulty(kind),
+            difficulty=difficulty,
         )  # fmt: skip
         self.tokens += batch.ids.numel()
         positions = None
