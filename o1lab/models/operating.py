@@ -3,10 +3,11 @@
 Where a chain ends at a wrong step is decided by two things: whether the model finds what it needs, which depends on how
 much there is to search, and whether it then works out the right result, which does not. A model with a constant error
 per step therefore needs look-ups that never fail and a result that sometimes does. ``calibrate`` makes one from a fully
-trained model by noise in the embeddings of the tokens that results are written in (letters, numbers, entities), and
-finds the strength by bisection on problems of their own; ``between`` does the same on the line between two checkpoints
-of a run. Noise in feed-forward blocks, in the last normalisation or in the step ids disturbs look-ups too: the error
-then depends on the step or on the program's length (LOG.md). That it does not is to be measured each time (``decay``).
+trained model by noise in the rows of its head that write results (letters, numbers, entities), untied from the
+embeddings for that, and finds the strength by bisection on problems of their own; ``between`` does the same on the line
+between two checkpoints of a run. Noise in feed-forward blocks, in the last normalisation or in embeddings disturbs
+look-ups too: the error then depends on the step or on the program's length (LOG.md). That it does not is to be measured
+each time (``decay``).
 
 ``python -m o1lab.models.operating runs/reasoner/model --out runs/calibrated`` does it and shows the hazard.
 """
@@ -77,7 +78,9 @@ class Calibrated:
 
 
 def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int = 0, most: float = 4.0) -> Calibrated:
-    """Add noise to the embeddings of result tokens of ``model``, in place, until it works at ``point``.
+    """Add noise to the head's rows of result tokens of ``model``, in place, until it works at ``point``.
+
+    A head that shares its weights with the embeddings gets weights of its own.
 
     Parameters
     ----------
@@ -185,9 +188,12 @@ class EarlyStop:
 
 
 def _results(model: LlamaForCausalLM, variant: str) -> torch.Tensor:
-    """The embeddings of the tokens that results are written in: a view, so that writing to it changes the model."""
+    """The head's rows of the tokens that results are written in: a view, so that writing to it changes the model."""
+    if model.config.tie_word_embeddings:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     first, count = RESULTS[variant]
-    return model.model.embed_tokens.weight[first : first + count]
+    return model.lm_head.weight[first : first + count]
 
 
 @dataclass(frozen=True)
@@ -228,29 +234,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, help="folder for the calibrated one")
     parser.add_argument("--device")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variant", nargs="+", choices=RESULTS, default=[Point.variant], help="one after the other")
     for name, default in asdict(Point()).items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
+        if name != "variant":
+            parser.add_argument(f"--{name}", type=type(default), default=default)
     given = vars(parser.parse_args(arguments))
-    source, out, device, seed = (given.pop(name) for name in ("model", "out", "device", "seed"))
+    source, out, device, seed, variants = (given.pop(name) for name in ("model", "out", "device", "seed", "variant"))
     try:
         from o1lab import models
 
         loaded = models.load(str(Path(source).resolve()), device=device, dtype="float32").model
-        point = Point(**given)
-        found = calibrate(loaded, point, seed=seed)
-        notes: dict[str, Any] = {"from": reasoner.notes(source), "point": asdict(point), "noise": found.knob}
-        notes |= {"seed": seed, "chosen": found.chosen, "confirmed": found.confirmed.to_dict()}
-        rows = decay(loaded, point.variant)
-        notes["decay"] = [asdict(row) for row in rows]
+        notes: dict[str, Any] = {"from": reasoner.notes(source), "seed": seed, "points": []}
+        for variant in variants:
+            point = Point(variant=variant, **given)
+            found = calibrate(loaded, point, seed=seed)
+            print(f"{variant}, noise {found.knob:.4f} of the head's size: {found.chosen:.1%} where chosen, "
+                  f"{found.confirmed} elsewhere", flush=True)  # fmt: skip
+            notes["points"].append(asdict(point) | {
+                "noise": found.knob, "chosen": found.chosen, "confirmed": found.confirmed.to_dict(), "decay": [],
+            })  # fmt: skip
+        for kept in notes["points"]:
+            for row in decay(loaded, kept["variant"]):
+                kept["decay"].append(asdict(row))
+                print(f"{kept['variant']}, N = {row.steps}: {row.accuracy}, predicted {row.predicted:.3f}; "
+                      f"faults per step {row.early} | {row.late}", flush=True)  # fmt: skip
         reasoner.save(loaded, out, notes)
     except O1labError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"noise {found.knob:.4f} of the weights' size: {found.chosen:.1%} where chosen, {found.confirmed} elsewhere")
-    for row in rows:
-        print(
-            f"N = {row.steps}: {row.accuracy}, predicted {row.predicted:.3f}; faults per step {row.early} | {row.late}"
-        )
     return 0
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from o1lab import chains, models, plots
+from o1lab import chains, models, plots, stats
 from o1lab.chains.samples import FAMILIES, Entry, Sample, worked
 from o1lab.errors import ModelError, O1labError, TrainingError, UnknownName
 from o1lab.models import batches, checkpoint, measure, operating, reasoner, train, training, vocabulary
@@ -511,7 +511,7 @@ def graded(monkeypatch, model, right):
 
 def test_noise_is_turned_up_until_the_accuracy_is_the_one_asked_for(monkeypatch):
     model = reasoner.build("tiny")
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
     graded(monkeypatch, model, lambda moved: float(np.exp(-moved / 3)))
     found = operating.calibrate(model, operating.Point(problems=4096), seed=1)
     assert abs(found.chosen - 0.826) <= 0.015
@@ -520,9 +520,7 @@ def test_noise_is_turned_up_until_the_accuracy_is_the_one_asked_for(monkeypatch)
     assert found.knob > 0
     moved = {name: (weight != before[name]).nonzero()[:, 0].unique() for name, weight in model.named_parameters()}
     numbers = range(vocabulary.NUMBER, vocabulary.NUMBER + vocabulary.NUMBERS)
-    assert {name: rows.tolist() for name, rows in moved.items() if len(rows)} == {
-        "model.embed_tokens.weight": list(numbers)
-    }
+    assert {name: rows.tolist() for name, rows in moved.items() if len(rows)} == {"lm_head.weight": list(numbers)}
     weight = operating._results(model, "modular")
     assert torch.equal(weight, weight.half().float())  # what is saved is what was measured
 
@@ -566,13 +564,36 @@ def test_between_two_checkpoints_the_weights_lie_on_a_line(monkeypatch):
     other.model.norm.weight.data += 1
     good = {name: weight.clone() for name, weight in model.state_dict().items()}
     one, far_end = (operating._results(net, "modular") for net in (model, other))
-    far = float((one - far_end).norm())
+    far = float((one - far_end).detach().norm())
     graded(monkeypatch, model, lambda moved: 1 - 0.5 * moved / far)
     found = operating.between(model, good, other.state_dict(), operating.Point(problems=4096))
     assert abs(found.knob - 0.348) < 0.05
     name = "model.layers.0.self_attn.q_proj.weight"
     expected = torch.lerp(good[name], other.state_dict()[name], found.knob)
     torch.testing.assert_close(model.state_dict()[name], expected)
+
+
+def test_several_families_are_calibrated_one_after_the_other(monkeypatch, tmp_path):
+    reasoner.save(reasoner.build("tiny"), tmp_path / "model", {"seed": 5})
+    seen = []
+
+    def calibrate(model, point, seed):
+        seen.append((point.variant, point.steps, seed))
+        operating._results(model, point.variant).data.mul_(2)
+        return operating.Calibrated(1.0, 0.8, stats.proportion(8, 10), ())
+
+    monkeypatch.setattr(operating, "calibrate", calibrate)
+    monkeypatch.setattr(operating, "decay", lambda model, variant: [])
+    folders = [str(tmp_path / "model"), "--out", str(tmp_path / "out")]
+    assert operating.main([*folders, "--variant", "symbols", "hops", "--steps", "16", "--seed", "3"]) == 0
+    assert seen == [("symbols", 16, 3), ("hops", 16, 3)]
+    notes = reasoner.notes(tmp_path / "out")
+    assert [(one["variant"], one["noise"]) for one in notes["points"]] == [("symbols", 1.0), ("hops", 1.0)]
+    assert notes["from"] == {"seed": 5}
+    saved = models.load(str(tmp_path / "out"), device="cpu").model
+    head, words = saved.lm_head.weight, saved.model.embed_tokens.weight
+    changed = {vocabulary.TOKENS[row][0] for row in (head != words).any(1).nonzero()[:, 0].tolist()}
+    assert changed == {"A", "B", "C", "D", "E", "F", "e"}
 
 
 def test_decay_shows_a_constant_error_as_constant(monkeypatch):
