@@ -67,19 +67,21 @@ class Rechecked:
 
 
 def recheck(
-    model: Any, results: Sequence[Result], *, times: int = 3, seed: int = 0, order: str = "shuffled",
+    model: Any, results: Sequence[Result], *, first: int = 2, times: int = 5, seed: int = 0, order: str = "shuffled",
     disguised: bool = True, **options: Any,
 ) -> Rechecked:  # fmt: skip
     """Ask ``model`` again for each step that is written in ``results``, one at a time.
 
-    Each step is asked once; where the answer differs, ``times`` times in all, and most answers count. So the cost is
-    that of about one more chain, in short prompts.
+    Each step is asked ``first`` times; where an answer differs, ``times`` times in all, and most answers count. So the
+    cost is that of about ``first`` more chains, in short prompts.
 
     Parameters
     ----------
     model : Model or Endpoint
     results : sequence of Result
         Of :func:`o1lab.chains.evaluate`, in the reasoner's tokens.
+    first : int
+        One misses a slip that comes again in that one context; no more than ``times``.
     times : int
         Odd, so that there is no tie.
     seed, order, disguised
@@ -90,7 +92,7 @@ def recheck(
     Raises
     ------
     DecodingError
-        ``times`` is even or below 1, or a result is of no chain.
+        ``times`` is even or below 1, ``first`` is not 1 to ``times``, or a result is of no chain.
 
     Examples
     --------
@@ -102,6 +104,8 @@ def recheck(
     """
     if isinstance(times, bool) or not isinstance(times, int) or times < 1 or times % 2 == 0:
         raise DecodingError(f"times={times!r} must be an odd number, at least 1")
+    if isinstance(first, bool) or not isinstance(first, int) or not 1 <= first <= times:
+        raise DecodingError(f"first={first!r} must be a number from 1 to times={times}")
     written, doubt, open_steps = [], [], []
     for number, result in enumerate(results):
         sample = result.sample
@@ -131,10 +135,10 @@ def recheck(
         calls, read, made = calls + len(asked), read + tokens, made + report.tokens
         for (number, place, _, state), found in zip(open_steps, states, strict=True):
             answers.setdefault((number, place), []).append(found != state)
-        if turn == 0:
-            open_steps = [one for one in open_steps if answers[one[0], one[1]][0]]
+        if turn == first - 1:
+            open_steps = [one for one in open_steps if any(answers[one[0], one[1]])]
     for (number, place), differ in answers.items():
-        doubt[number][place] = sum(differ) / (len(differ) if len(differ) > 1 else times)
+        doubt[number][place] = sum(differ) / len(differ)
     said = []
     for result, steps, scores in zip(results, written, doubt, strict=True):
         suspects = np.flatnonzero(scores > 0.5)
