@@ -9,7 +9,8 @@ run unchanged as a permuted view, with longer contiguous runs per program but an
 
 Softmax statistics and sums are fp32, exponents base 2 (log2 e is folded into the scale and into the bias). A page's
 number is read one block ahead: read in the block itself, it halves the depth of Triton's software pipeline, which
-counts an indirect load as a stage. Only what Triton 3.6 knows is used.
+counts an indirect load as a stage. The bias is read one block ahead too: it is too narrow for the pipeline, and where a
+multiprocessor has one program only, nothing else hides the wait. Only what Triton 3.6 knows is used.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ if triton is not None:
         numbers = table + sequence * table_batch
         ahead = start + (0 if one_page else place)
         coming = tl.load(numbers + ahead // T, mask=ahead < end, other=0)
+        if HAS_BIAS:
+            added = tl.load(bias + sequence * bias_batch + start + place, mask=start + place < end, other=0.0)
         for at in tl.range(start, end, BLOCK_N):
             tokens = at + place
             inside = tokens < end
@@ -112,8 +115,9 @@ if triton is not None:
                 at_s = scales + number * s_page + slot * s_token + kv_head * s_head
                 scores *= tl.load(at_s, mask=inside, other=0.0).to(tl.float32)[None, :]
             if HAS_BIAS:
-                added = tl.load(bias + sequence * bias_batch + tokens, mask=inside, other=0.0)
                 scores += added[None, :] * 1.4426950408889634
+                after = tokens + BLOCK_N
+                added = tl.load(bias + sequence * bias_batch + after, mask=after < end, other=0.0)
             scores = tl.where(inside[None, :], scores, float("-inf"))
             new = tl.maximum(top, tl.max(scores, 1))
             safe = tl.where(new == float("-inf"), 0.0, new)  # a bias of -inf may hide a whole block
