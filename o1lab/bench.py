@@ -9,6 +9,7 @@ import argparse
 import importlib
 
 BENCHES = {
+    "chains": ("o1lab.chains.accuracy", "whole chains right of a model, by family and length of LTC-Bench"),
     "attention": ("o1lab.attention.bench", "paged decode attention beside SDPA and FlexAttention, and the copy rate"),
     "kv": ("o1lab.kv.bench", "page pool latency, inserts against native allocation, replay of traffic"),
     "decode": ("o1lab.kv.decode_bench", "decode steps of whole models by kind of cache, share of the roofline"),

@@ -57,7 +57,13 @@ class Ladder:
         return self.rungs[-1 if late else self.height[self.kinds.index(kind)]]
 
     def share(self, kind: str) -> float:
-        """Share of a step's tokens for ``kind``: one at the top is only kept up, the others get :data:`MORE` times it."""
+        """Share of a step's tokens for ``kind``: those below the top get :data:`MORE` times what the others get.
+
+        >>> ladder = Ladder(("sums", "facts"), 8, 0.6, torch.device("cpu"))
+        >>> ladder.height[0] = len(ladder.rungs) - 1
+        >>> ladder.share("sums"), ladder.share("facts")
+        (0.25, 0.75)
+        """
         parts = [1 if height == len(self.rungs) - 1 else MORE for height in self.height]
         return parts[self.kinds.index(kind)] / sum(parts)
 

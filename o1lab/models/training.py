@@ -116,9 +116,10 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "small": {"problems": 16, "marks": 10},
         "full": {
             "longest": 128,
-            "tokens": 32768,
+            "tokens": 65536,
             "rate": 9e-4,
             "pace": 0.6,
+            "grow": 0.75,
             "warm_up": 300,
             "problems": 128,
         },  # fmt: skip
