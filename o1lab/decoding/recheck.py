@@ -81,7 +81,7 @@ def recheck(
     results : sequence of Result
         Of :func:`o1lab.chains.evaluate`, in the reasoner's tokens.
     first : int
-        One misses a slip that comes again in that one context; no more than ``times``.
+        Asking once misses a slip that comes again in that one context; at most ``times``.
     times : int
         Odd, so that there is no tie.
     seed, order, disguised

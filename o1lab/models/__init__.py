@@ -29,7 +29,7 @@ NAMES = ("tiny", "smollm2", "reasoner", "calibrated", "diluted")
 WEIGHTS = Path(__file__).parent / "weights"
 TRAINED = {
     "reasoner": "the lab's own reasoner (Llama, 6.5 M weights, all kinds of chains up to 128 steps)",
-    "calibrated": "the reasoner with noise in its head: 82.6 % of whole modular chains of 32 steps",
+    "calibrated": "the reasoner with noise in its head, set to 82.6 % of whole modular chains of 32 steps",
 }
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

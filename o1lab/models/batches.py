@@ -1,7 +1,8 @@
 """Chain problems as tensors, made on the device: endless training data without a Python loop over problems.
 
 Every step of a chain is a map of a small set onto itself (31 numbers, 5 places, 6 letters, a table of entities), so all
-states of all problems come from a parallel prefix composition of maps: log2(N) gathers instead of N steps.
+states of all problems come from a parallel prefix composition of maps, log2(N) gathers instead of N steps; digits are
+running sums.
 
 >>> batch = make("modular", 50, 2, torch.Generator().manual_seed(0))
 >>> batch.ids.shape, batch.start  # two steps of four words and the end are to be produced
@@ -109,7 +110,7 @@ def make(
     entities : int
         Size of the hop table, 2 to 64; past the twelfth they are distractors.
     difficulty : float
-        0 to 1: the share of operands, digits, rules or entities in use, for a curriculum. Steps of a few kinds are
+        0 to 1: the share of operands, digits, rules or relations and entities in use, for a curriculum. Steps of a few kinds are
         learnt at once, and each new one soon after; all of them from the start are a long plateau.
 
     Raises

@@ -1,8 +1,8 @@
 """The curriculum of the reasoner: each kind of chain gets harder and longer as it is mastered, not by the clock.
 
 What has to form first is the look-up by step id. Chains that are too short hardly need it, and in chains that are too
-long the right key is one of too many. Results come after it: a few operands, rules or entities are learnt at once and
-each new one soon after, all of them from the start are a long plateau. So a kind stays where it is until most of its
+long the right key is one of too many. Results come after it: a few operands, rules or relations are learnt at once
+and each new one soon after, all of them from the start are a long plateau. So a kind stays where it is until most of its
 longest chains come out right; first its operands become more, then its chains longer.
 
 >>> rungs(64)
@@ -20,7 +20,7 @@ import torch
 FIRST, FACTOR = 16, 1.6
 """The shortest longest chain, and the step from rung to rung."""
 FEW = (0.15, 0.3, 0.6)
-"""Shares of the operands, digits, rules or entities in use on the lowest rungs (``difficulty`` of ``batches.make``)."""
+"""Shares of the operands, digits, rules, relations and entities in use on the lowest rungs (``difficulty`` of ``batches.make``)."""
 ROWS = 128
 """Chains that are looked at before a kind may climb."""
 MORE = 3

@@ -6,8 +6,8 @@ per step therefore needs look-ups that never fail and a result that sometimes do
 trained model by noise in the rows of its head that write results (letters, numbers, entities), untied from the
 embeddings for that, and finds the strength by bisection on problems of their own; ``between`` does the same on the line
 between two checkpoints of a run. Noise in feed-forward blocks, in the last normalisation or in embeddings disturbs
-look-ups too: the error then depends on the step or on the program's length (LOG.md). That it does not is to be measured
-each time (``decay``).
+look-ups too: the error then depends on the step or on the program's length (LOG.md). Whether the hazard is constant is
+to be measured each time (``decay``).
 
 ``python -m o1lab.models.operating runs/reasoner/model --out runs/calibrated`` does it and shows the hazard.
 """

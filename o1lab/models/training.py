@@ -1,7 +1,7 @@
 """What a training run does and where it stands: its settings, its problems, one optimiser step.
 
 What step i sees follows from the seed, i, and how far the kinds have come: the kinds of steps (operands, digits, rules,
-entities) come in one after the other, and chains grow from a few steps to ``longest`` as they are mastered
+relations) come in one after the other, and chains grow from a few steps to ``longest`` as they are mastered
 (:mod:`~o1lab.models.ladder`) or, for the coupled model, by the clock.
 """
 
@@ -186,7 +186,7 @@ class Run:
         return min(1.0, self.step / config.steps if config.steps else self.seconds / config.seconds)
 
     def difficulty(self, kind: str) -> float:
-        """Share of the operands, digits, rules or entities in use now for one kind of chain."""
+        """Share of the operands, digits, rules or relations in use now for one kind of chain."""
         if self.config.pace:
             return self.ladder.at(kind, late=self.share >= self.config.grow)[1]
         return min(1.0, self.share / self.config.ease) if self.config.ease else 1.0
