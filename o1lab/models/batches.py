@@ -110,8 +110,8 @@ def make(
     entities : int
         Size of the hop table, 2 to 64; past the twelfth they are distractors.
     difficulty : float
-        0 to 1: the share of operands, digits, rules or relations and entities in use, for a curriculum. Steps of a few kinds are
-        learnt at once, and each new one soon after; all of them from the start are a long plateau.
+        0 to 1: the share of operands, digits, rules or relations and entities in use, for a curriculum. Steps of a few
+        kinds are learnt at once, and each new one soon after; all of them from the start are a long plateau.
 
     Raises
     ------

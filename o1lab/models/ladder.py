@@ -2,8 +2,8 @@
 
 What has to form first is the look-up by step id. Chains that are too short hardly need it, and in chains that are too
 long the right key is one of too many. Results come after it: a few operands, rules or relations are learnt at once
-and each new one soon after, all of them from the start are a long plateau. So a kind stays where it is until most of its
-longest chains come out right; first its operands become more, then its chains longer.
+and each new one soon after, all of them from the start are a long plateau. So a kind stays where it is until most of
+its longest chains come out right; first its operands become more, then its chains longer.
 
 >>> rungs(64)
 ((16, 0.15), (16, 0.3), (16, 0.6), (16, 1.0), (25, 1.0), (40, 1.0), (64, 1.0))
