@@ -20,7 +20,7 @@ import torch
 FIRST, FACTOR = 16, 1.6
 """The shortest longest chain, and the step from rung to rung."""
 FEW = (0.15, 0.3, 0.6)
-"""Shares of the operands, digits, rules, relations and entities in use on the lowest rungs (``difficulty`` of ``batches.make``)."""
+"""Shares of the operands, digits, rules, relations, entities in use on the lowest rungs (``batches.make``)."""
 ROWS = 128
 """Chains that are looked at before a kind may climb."""
 MORE = 3

@@ -81,9 +81,8 @@ def as_sample(text: str) -> Sample:
 ])  # fmt: skip
 def test_batches_are_problems_as_chains_writes_and_works_them(variant, steps, asked, options):
     batch = batches.make(variant, 6, steps, generator(steps), asked=asked, **options)
-    assert (batch.start, batch.ids.shape[1] - batch.start) == batches.tokens(
-        variant, steps, asked, max(2, round(options.get("entities", 12) * options.get("difficulty", 1)))
-    )
+    size = options.get("entities", 12), options.get("difficulty", 1.0)
+    assert (batch.start, batch.ids.shape[1] - batch.start) == batches.tokens(variant, steps, asked, *size)
     for row in batch.ids:
         prompt, completion = vocabulary.decode(row[: batch.start]), vocabulary.decode(row[batch.start :])
         sample = as_sample(prompt)
@@ -92,6 +91,20 @@ def test_batches_are_problems_as_chains_writes_and_works_them(variant, steps, as
         assert len(sample.steps) == (asked or steps)
         labels = [entry.label for entry in sample.program]
         assert max(labels) - min(labels) + 1 == len(set(labels)) == steps
+
+
+@pytest.mark.parametrize(("difficulty", "relations", "entities"), [(0.15, 1, 4), (0.6, 2, 7), (1.0, 4, 12)])
+def test_an_easy_hop_table_has_fewer_relations_and_any_of_the_four(difficulty, relations, entities):
+    batch = batches.make("hops", 64, 6, generator(), difficulty=difficulty)
+    seen = set()
+    for row in batch.ids:
+        sample = as_sample(vocabulary.decode(row[: batch.start]))
+        used = {relation for relation, _, _ in sample.facts}
+        assert len(used) == relations
+        assert len(sample.facts) == relations * entities
+        assert {entry.operator for entry in sample.program} <= used
+        seen |= used
+    assert len(seen) == 4
 
 
 def test_a_wrong_step_in_a_batch_would_be_seen_by_the_test_above():
