@@ -99,15 +99,27 @@ def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int 
     """
     point = point or Point()
     clean = _results(model, point.variant).detach().clone()
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(clean.shape, generator=generator) * clean.float().square().mean().sqrt().cpu()
-    noise = noise.to(clean)
+    return _search(model, lambda strength: disturb(model, point.variant, strength, seed, clean), point, seed, most)
 
-    def turn(strength: float) -> None:
-        with torch.no_grad():
-            _results(model, point.variant).copy_((clean + strength * noise).half())  # as it will be saved
 
-    return _search(model, turn, point, seed, most)
+def disturb(
+    model: LlamaForCausalLM, variant: str, strength: float, seed: int = 0, clean: torch.Tensor | None = None
+) -> None:  # fmt: skip
+    """Add noise to the head's rows of a variant's result tokens, in place.
+
+    Parameters
+    ----------
+    strength : float
+        Standard deviation, relative to the root mean square of the rows.
+    clean : Tensor, shape (result tokens, width), optional
+        The rows without noise; default: as they are.
+    """
+    rows = _results(model, variant)
+    clean = rows.detach().clone() if clean is None else clean
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
+    noise *= clean.float().square().mean().sqrt().cpu()
+    with torch.no_grad():
+        rows.copy_((clean + strength * noise.to(clean)).half())  # as it will be saved
 
 
 def between(

@@ -586,6 +586,20 @@ def test_between_two_checkpoints_the_weights_lie_on_a_line(monkeypatch):
     torch.testing.assert_close(model.state_dict()[name], expected)
 
 
+def test_noise_touches_one_family_s_rows_and_grows_with_its_strength():
+    model = reasoner.build("tiny")
+    clean = model.lm_head.weight.detach().clone()
+    operating.disturb(model, "symbols", 0.5, seed=3)
+    once = model.lm_head.weight.detach() - clean
+    first, count = operating.RESULTS["symbols"]
+    assert (once != 0).any(1).nonzero()[:, 0].tolist() == list(range(first, first + count))
+    size = clean[first : first + count].square().mean().sqrt()
+    assert abs(float(once[first : first + count].std() / size) - 0.5) < 0.05
+    assert torch.equal(model.model.embed_tokens.weight, clean)
+    operating.disturb(model, "symbols", 1.0, seed=3, clean=clean[first : first + count])
+    torch.testing.assert_close(model.lm_head.weight.detach() - clean, 2 * once, atol=1e-3, rtol=0.02)
+
+
 def test_several_families_are_calibrated_one_after_the_other(monkeypatch, tmp_path):
     reasoner.save(reasoner.build("tiny"), tmp_path / "model", {"seed": 5})
     seen = []
