@@ -545,6 +545,25 @@ def test_smollm2_not_installed_names_the_extra(cache, monkeypatch):
     }
 
 
+@pytest.mark.parametrize("name", ["reasoner", "calibrated"])
+def test_the_shipped_checkpoints_are_standard_ones(name):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from o1lab import chains
+
+    folder = models.WEIGHTS / name
+    network, words = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    assert network.config.architectures == ["LlamaForCausalLM"]
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 16e6
+    tied = network.lm_head.weight.data_ptr() == network.model.embed_tokens.weight.data_ptr()
+    assert tied == (name == "reasoner")
+    for task, variant in (("symbols", "symbols"), ("hops", "hops"), ("arithmetic", "digits")):
+        sample = chains.make(task, 6, 1, 0, variant=variant)[0]
+        given = words(sample.prompt, return_tensors="pt", add_special_tokens=False)
+        written = network.generate(**given, max_new_tokens=100, do_sample=False)[0, given.input_ids.shape[1] :]
+        assert words.decode(written, skip_special_tokens=True).strip() == sample.gold
+
+
 def test_the_labs_own_models_are_in_the_package():
     from o1lab.models import coupled, measure, vocabulary
 
