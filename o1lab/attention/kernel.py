@@ -9,8 +9,8 @@ run unchanged as a permuted view, with longer contiguous runs per program but an
 
 Softmax statistics and sums are fp32, exponents base 2 (log2 e is folded into the scale and into the bias). A page's
 number is read one block ahead: read in the block itself, it halves the depth of Triton's software pipeline, which
-counts an indirect load as a stage. The bias is read one block ahead too, into registers: left to the pipeline, it becomes
-asynchronous copies of four bytes, which cost up to 20 % on an H200. Only what Triton 3.6 knows is used.
+counts an indirect load as a stage. The bias is read one block ahead too, into registers: left to the pipeline, it is
+made of asynchronous copies of four bytes, which cost up to 20 % on an H200. Only what Triton 3.6 knows is used.
 """
 
 from __future__ import annotations
