@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import json
 import math
+import re
 import signal
 import statistics
 import sys
@@ -239,22 +241,35 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
+def helps() -> dict[str, str]:
+    """What the docstring of :class:`Config` says of each setting, in one line.
+
+    >>> helps()["longest"]
+    'N_max, the longest trained program.'
+    """
+    found = {}
+    for names, text in re.findall(r"^([\w, ]+) : [^\n]*\n((?:    [^\n]*\n?)+)", inspect.getdoc(Config) or "", re.M):
+        found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return found
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
+    told = {name: text.replace("%", "%%").replace("``", "") for name, text in helps().items()}
     parser.add_argument("--out", required=True, help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--start", metavar="MODEL", help="begin from the weights in this folder, or 'reasoner'")
-    parser.add_argument("--device")
+    parser.add_argument("--device", help="cpu or cuda; default: cuda if there is one")
     parser.add_argument("--until", type=float, metavar="SHARE", help="stop where this share of modular chains is right")
     parser.add_argument("--until-steps", type=int, default=Point.steps, help="N of those chains (default 32)")
     for field in fields(Config):
         option = "--" + field.name.replace("_", "-")
         if field.name == "compiled":
-            parser.add_argument(option, action="store_true", default=None)
+            parser.add_argument(option, action="store_true", default=None, help=told.get(field.name))
         elif field.name == "variants":
-            parser.add_argument(option, nargs="+")
+            parser.add_argument(option, nargs="+", help=told.get(field.name))
         else:
-            parser.add_argument(option, type=type(field.default))
+            parser.add_argument(option, type=type(field.default), help=told.get(field.name))
 
 
 def command(options: argparse.Namespace) -> int:

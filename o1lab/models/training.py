@@ -40,7 +40,7 @@ class Config:
     steps, seconds : int, float
         The budget, in optimiser steps or in seconds of wall-clock time; exactly one is positive.
     tokens : int
-        Tokens in a step, over all variants.
+        Tokens in a step, over all variants; with ``pace``, those that are not mastered get more of them.
     rate, warm_up, weight_decay : float, int, float
         AdamW; the rate falls to 3 % along a cosine.
     pace : float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -598,6 +599,13 @@ def test_noise_touches_one_family_s_rows_and_grows_with_its_strength():
     assert torch.equal(model.model.embed_tokens.weight, clean)
     operating.disturb(model, "symbols", 1.0, seed=3, clean=clean[first : first + count])
     torch.testing.assert_close(model.lm_head.weight.detach() - clean, 2 * once, atol=1e-3, rtol=0.02)
+
+
+def test_every_option_of_training_says_what_it_is(capsys):
+    assert set(train.helps()) == {field.name for field in dataclasses.fields(training.Config)}
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    assert "longest trained program" in " ".join(capsys.readouterr().out.split())
 
 
 def test_several_families_are_calibrated_one_after_the_other(monkeypatch, tmp_path):
