@@ -53,10 +53,10 @@ class StepCache(Cache):
         return query_length, 0
 
 
-def compiled_step(model: Any, cache: PagedCache, name: str, **how: Any) -> Callable[[Tensor], Tensor]:
-    """A function from token ids (B, 1) to logits (B, vocabulary) that counts and writes one token, on the device only.
+def compiled_step(model: Any, cache: PagedCache, name: str, **how: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A function from token ids (B, 1) to logits (B, vocabulary) and likeliest tokens (B, 1), on the device only.
 
-    Call ``cache.reserve(1)`` before and ``cache.advance(1)`` after. ``name`` is what the model calls its cache, ``how``
+    It counts and writes one token. Call ``cache.reserve(1)`` before and ``cache.advance(1)`` after. ``name`` is what the model calls its cache, ``how``
     goes to ``torch.compile``. The first call compiles.
 
     Raises
@@ -68,10 +68,11 @@ def compiled_step(model: Any, cache: PagedCache, name: str, **how: Any) -> Calla
     if cache.dtype == torch.int8:
         raise CacheError("a compiled step reads no int8 pages: make the cache without dtype, or compiled=False")
 
-    def forward(ids: Tensor, lengths: Tensor, view: StepCache) -> Tensor:
+    def forward(ids: Tensor, lengths: Tensor, view: StepCache) -> tuple[Tensor, Tensor]:
         lengths.add_(1)
         places = (lengths - 1)[:, None].long()
-        return model(input_ids=ids, position_ids=places, use_cache=True, **{name: view}).logits[:, -1]
+        logits = model(input_ids=ids, position_ids=places, use_cache=True, **{name: view}).logits[:, -1]
+        return logits, logits.argmax(-1, keepdim=True)
 
     # Dynamo counts recompilations by code object: with one of its own, no other loop's shapes count against this one.
     forward.__code__ = forward.__code__.replace()
@@ -81,7 +82,7 @@ def compiled_step(model: Any, cache: PagedCache, name: str, **how: Any) -> Calla
         raise CacheError(f"compiled={how}: torch.compile takes no such arguments ({error})") from error
     view: StepCache | None = None
 
-    def step(ids: Tensor) -> Tensor:
+    def step(ids: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal view
         if view is None or view.tables is not cache.block_tables:
             view = StepCache(cache)

@@ -144,7 +144,7 @@ class DecodeLoop:
         if self._compiled is None:
             self._follow(self._forward(self.ids, self.cache.lengths[:, None].long()))
         else:
-            self._follow(self._compiled(self.ids))
+            self._follow(*self._compiled(self.ids))
             self.cache.advance(1)
 
     def _record(self) -> None:
@@ -165,11 +165,11 @@ class DecodeLoop:
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self.model(input_ids=ids, position_ids=positions.expand_as(ids), **self._fixed).logits[:, -1]
 
-    def _follow(self, logits: Tensor) -> None:
+    def _follow(self, logits: Tensor, best: Tensor | None = None) -> None:
         """Write logits and likeliest tokens where they stay: the graph reads one and writes both."""
-        best = logits.argmax(-1, keepdim=True)
+        best = logits.argmax(-1, keepdim=True) if best is None else best
         if self.logits is None or self.logits.shape != logits.shape:
-            self.logits, self.ids = logits.clone(), best
+            self.logits, self.ids = logits.clone(), best.clone()
         else:
             self.logits.copy_(logits)
             self.ids.copy_(best)
