@@ -56,8 +56,8 @@ class StepCache(Cache):
 def compiled_step(model: Any, cache: PagedCache, name: str, **how: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """A function from token ids (B, 1) to logits (B, vocabulary) and likeliest tokens (B, 1), on the device only.
 
-    It counts and writes one token. Call ``cache.reserve(1)`` before and ``cache.advance(1)`` after. ``name`` is what the
-    model calls its cache, ``how`` goes to ``torch.compile``. The first call compiles.
+    It counts and writes one token. Call ``cache.reserve(1)`` before and ``cache.advance(1)`` after. ``name`` is what
+    the model calls its cache, ``how`` goes to ``torch.compile``. The first call compiles.
 
     Raises
     ------
