@@ -20,7 +20,7 @@ from o1lab.stats import Estimate, proportion
 
 
 def cells(report: ChainReport) -> dict[tuple[str, int], Estimate]:
-    """Share of whole chains right (Wilson) by (family, N).
+    """Share of whole chains right (Wilson) by (family, N), of those that could be scored.
 
     Examples
     --------
@@ -31,7 +31,7 @@ def cells(report: ChainReport) -> dict[tuple[str, int], Estimate]:
     {('arithmetic', 8): 2, ('symbols', 8): 2, ('hops', 8): 2}
     """
     right: dict[tuple[str, int], list[bool]] = {}
-    for result in report.results:
+    for result in report.scored:
         right.setdefault((result.sample.task, result.sample.length), []).append(result.right)
     return {cell: proportion(sum(found), len(found)) for cell, found in right.items()}
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = cells(report)
     print(f"{report}\n\n{'N':>5}" + "".join(f"  {task:<32}" for task in options.tasks))
     for steps in options.lengths:
-        print(f"{steps:>5}" + "".join(f"  {found[task, steps]!s:<32}" for task in options.tasks))
+        print(f"{steps:>5}" + "".join(f"  {found.get((task, steps), '–')!s:<32}" for task in options.tasks))
     if options.json:
         content: dict[str, Any] = {"model": options.model, "seconds": report.seconds, "problems": len(asked)}
         content["right"] = {f"{task} {steps}": share.to_dict() for (task, steps), share in found.items()}

@@ -67,8 +67,8 @@ class Rechecked:
 
 
 def recheck(
-    model: Any, results: Sequence[Result], *, first: int = 2, times: int = 5, seed: int = 0, order: str = "shuffled",
-    disguised: bool = True, **options: Any,
+    model: Any, results: Sequence[Result], *, first: int | None = None, times: int = 5, seed: int = 0,
+    order: str = "shuffled", disguised: bool = True, **options: Any,
 ) -> Rechecked:  # fmt: skip
     """Ask ``model`` again for each step that is written in ``results``, one at a time.
 
@@ -80,8 +80,8 @@ def recheck(
     model : Model or Endpoint
     results : sequence of Result
         Of :func:`o1lab.chains.evaluate`, in the reasoner's tokens.
-    first : int
-        Asking once misses a slip that comes again in that one context; at most ``times``.
+    first : int, optional
+        Default: 2, or ``times`` if that is 1. Asking once misses a slip that comes again in that one context.
     times : int
         Odd, so that there is no tie.
     seed, order, disguised
@@ -104,6 +104,7 @@ def recheck(
     """
     if isinstance(times, bool) or not isinstance(times, int) or times < 1 or times % 2 == 0:
         raise DecodingError(f"times={times!r} must be an odd number, at least 1")
+    first = min(2, times) if first is None else first
     if isinstance(first, bool) or not isinstance(first, int) or not 1 <= first <= times:
         raise DecodingError(f"first={first!r} must be a number from 1 to times={times}")
     written, doubt, open_steps = [], [], []

@@ -99,7 +99,7 @@ class Courier:
                 for page, _, n in runs(pages, pages) if taken[0] else ():
                     sum_into(sums[0, done : done + n], lane.device_pages[page : page + n])
                     done += n
-        if taken[0]:
+        if lane.verify:  # also when only memory for sums was taken on that stream
             self._behind(self.move, self.look)
         pieces = runs(pages, job.slots, self._most(lane))
         with self._on(self.move):

@@ -158,7 +158,7 @@ class DecodeLoop:
             self.cache.reserve(1)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with self.cache.recording(), torch.cuda.graph(graph):
+        with self.cache.recording(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._body()
         self.graph = graph
 

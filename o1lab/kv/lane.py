@@ -261,6 +261,8 @@ def _work(owner: weakref.ref[Lane], jobs: queue.SimpleQueue[Job | None]) -> None
         while begun:
             _end_first(begun, courier)
     except SystemExit:  # the thread is told to end: whoever waits for its jobs finds it gone
+        if courier is not None:
+            courier.settle()  # while what it had begun with is still held by the traceback
         return
     finally:
         if courier is not None:

@@ -20,7 +20,8 @@ from o1lab.errors import TrainingError
 from o1lab.storage import atomic_write, write_json
 
 FILE = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
+"""1 had another curriculum: a run goes on only under the one that it began with."""
 BUDGET = ("steps", "seconds", "marks", "problems")
 """Settings that may change on resuming."""
 

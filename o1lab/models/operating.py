@@ -97,9 +97,14 @@ def calibrate(model: LlamaForCausalLM, point: Point | None = None, *, seed: int 
         The model is not better than the point as it is, or not worse with the strongest noise, or the accuracy jumps
         over the point. The weights are as before then.
     """
-    point = point or Point()
+    point, tied = point or Point(), model.config.tie_word_embeddings
     clean = _results(model, point.variant).detach().clone()
-    return _search(model, lambda strength: disturb(model, point.variant, strength, seed, clean), point, seed, most)
+    try:
+        return _search(model, lambda strength: disturb(model, point.variant, strength, seed, clean), point, seed, most)
+    except TrainingError:
+        if tied:
+            model.lm_head.weight, model.config.tie_word_embeddings = model.model.embed_tokens.weight, True
+        raise
 
 
 def disturb(
@@ -127,6 +132,9 @@ def between(
     point: Point | None = None, *, seed: int = 0,
 ) -> Calibrated:  # fmt: skip
     """Set ``model`` to the weights between two state dicts of a run at which it works at ``point``; see above."""
+
+    if any(not torch.equal(one["lm_head.weight"], one["model.embed_tokens.weight"]) for one in (good, bad)):
+        _untie(model)
 
     def turn(share: float) -> None:
         model.load_state_dict({name: torch.lerp(weight, bad[name].to(weight), share) for name, weight in good.items()})
@@ -201,11 +209,16 @@ class EarlyStop:
 
 def _results(model: LlamaForCausalLM, variant: str) -> torch.Tensor:
     """The head's rows of the tokens that results are written in: a view, so that writing to it changes the model."""
+    _untie(model)
+    first, count = RESULTS[variant]
+    return model.lm_head.weight[first : first + count]
+
+
+def _untie(model: LlamaForCausalLM) -> None:
+    """Give the head weights of its own."""
     if model.config.tie_word_embeddings:
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    first, count = RESULTS[variant]
-    return model.lm_head.weight[first : first + count]
 
 
 @dataclass(frozen=True)
@@ -255,6 +268,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from o1lab import models
 
+        if {"modular", "digits"} <= set(variants):
+            raise TrainingError("modular and digits write their results with the same numbers: calibrate one of them")
         loaded = models.load(str(Path(source).resolve()), device=device, dtype="float32").model
         notes: dict[str, Any] = {"from": reasoner.notes(source), "seed": seed, "points": []}
         for variant in variants:

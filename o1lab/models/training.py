@@ -167,6 +167,9 @@ class Run:
         except Exception as error:
             raise TrainingError(f"no model to begin from in {folder}: {error}") from error
         weights = dict(self.model.named_parameters())
+        if "lm_head.weight" in earlier and "lm_head.weight" not in weights:
+            raise TrainingError(f"the model in {folder} has a head of its own, as calibrated ones do: begin from the "
+                                "model that it was made of")  # fmt: skip
         shapes = [{name: value.shape for name, value in some.items()} for some in (weights, earlier)]
         wrong = [name for name in {**weights, **earlier} if shapes[0].get(name) != shapes[1].get(name)]
         own = self.model.config.to_dict()

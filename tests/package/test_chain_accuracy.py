@@ -8,6 +8,8 @@ import pytest
 
 from o1lab import __main__ as cli
 from o1lab.chains import accuracy, bench
+from o1lab.chains.evaluate import judge
+from o1lab.chains.report import ChainReport
 
 
 def test_the_table_says_what_the_results_file_says(tmp_path, capsys):
@@ -28,10 +30,20 @@ def test_the_table_says_what_the_results_file_says(tmp_path, capsys):
     assert "12 of the results were in results.jsonl" in capsys.readouterr().out
 
 
-def test_a_broken_model_is_not_scored_as_right(tmp_path, capsys):
+def test_what_was_not_scored_is_in_no_cell():
+    samples = list(bench.problems("hops", lengths=(8, 16), n=2))
+    kept = [{"text": sample.gold, "ended": "stop", "tokens": 25} for sample in samples[:1]]
+    lost = {"text": "", "ended": "", "tokens": 0, "problem": "timeout"}
+    results = tuple(
+        judge(sample, each, "tokens") for sample, each in zip(samples, [*kept, lost, lost, lost], strict=True)
+    )
+    found = accuracy.cells(ChainReport(results, "stub", "tokens", 1.0))
+    assert {cell: (share.value, share.n) for cell, share in found.items()} == {("hops", 8): (1.0, 1)}
+
+
+def test_a_model_too_short_for_the_problems_has_no_figure(capsys):
     assert accuracy.main(["--model", "tiny", "--device", "cpu", "--n", "1", "--lengths", "8", "--tasks", "hops"]) == 0
-    said = capsys.readouterr().out
-    assert "  8  0 [0, 0.7935] (n=1)" in said
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["8", "–"]
 
 
 @pytest.mark.parametrize(("wrong", "words"), [

@@ -173,6 +173,7 @@ def test_asking_again_reads_what_the_program_says_without_asking(samples):
     assert found.doubt[3].size == 63
     with pytest.raises(DecodingError, match="times=2"):
         recheck(solver(), results, times=2)
+    assert recheck(solver(), results, times=1, **KNOWN).said == tuple(cases)
     for wrong in (0, 6, True, "1"):
         with pytest.raises(DecodingError, match=f"first={wrong!r}"):
             recheck(solver(), results, first=wrong)

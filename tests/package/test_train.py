@@ -551,7 +551,17 @@ def test_a_point_that_cannot_be_reached_is_an_error_and_leaves_the_weights(monke
     start = graded(monkeypatch, model, right)
     with pytest.raises(TrainingError, match=words):
         operating.calibrate(model, operating.Point(problems=512))
+    assert model.config.tie_word_embeddings is False  # it was untied before it came in
     assert torch.equal(start, operating._results(model, "modular"))
+
+
+def test_a_tied_model_that_cannot_be_calibrated_stays_tied(monkeypatch):
+    model = reasoner.build("tiny")
+    monkeypatch.setattr(operating.Point, "measured", lambda point, model, seed: 0.5)
+    with pytest.raises(TrainingError, match="train it further"):
+        operating.calibrate(model, operating.Point(problems=8))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.tie_word_embeddings is True
 
 
 def test_a_run_stops_at_its_point_and_is_taken_back_if_it_jumped_over(monkeypatch, tmp_path):
@@ -599,6 +609,31 @@ def test_noise_touches_one_family_s_rows_and_grows_with_its_strength():
     assert torch.equal(model.model.embed_tokens.weight, clean)
     operating.disturb(model, "symbols", 1.0, seed=3, clean=clean[first : first + count])
     torch.testing.assert_close(model.lm_head.weight.detach() - clean, 2 * once, atol=1e-3, rtol=0.02)
+
+
+def test_a_calibrated_model_is_no_start_and_says_why():
+    run = training.Run(training.preset("reasoner", "full", steps=1, tokens=64), torch.device("cpu"))
+    with pytest.raises(TrainingError, match="head of its own"):
+        run.begin_from(models.WEIGHTS / "calibrated")
+
+
+def test_two_families_with_the_same_numbers_are_not_calibrated_together(tmp_path, capsys):
+    reasoner.save(reasoner.build("tiny"), tmp_path / "model", {})
+    asked = [str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--variant", "modular", "digits"]
+    assert operating.main(asked) == 2
+    assert "same numbers" in capsys.readouterr().err
+
+
+def test_a_line_between_untied_heads_moves_the_head(monkeypatch):
+    model, other = reasoner.build("tiny", seed=0), reasoner.build("tiny", seed=0)
+    good = {name: weight.clone() for name, weight in model.state_dict().items()}
+    operating.disturb(other, "modular", 1.0)
+    bad = {name: weight.clone() for name, weight in other.state_dict().items()}
+    monkeypatch.setattr(operating, "_search", lambda model, turn, *rest: turn(0.5))
+    operating.between(model, good, bad)
+    assert torch.equal(model.model.embed_tokens.weight, good["model.embed_tokens.weight"])
+    middle = torch.lerp(good["lm_head.weight"], bad["lm_head.weight"], 0.5)
+    torch.testing.assert_close(model.lm_head.weight.detach(), middle)
 
 
 def test_every_option_of_training_says_what_it_is(capsys):
