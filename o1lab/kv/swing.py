@@ -1,7 +1,8 @@
 """How steady memory stays while traffic is served: real memory, read after each step.
 
-What is read is what the whole process has taken: on CUDA what torch has from the driver, on a CPU the resident set. So
-the pool's own reservation is measured like everything else, and nothing is flat by definition.
+What is read is what the whole process has taken: on CUDA what torch has from the driver, on a CPU the resident set
+without files, of which the system takes back pages (of libraries, say) whenever it likes. So the pool's own reservation
+is measured like everything else, and nothing is flat by definition.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def swing(taken_bytes: Any, running: Any, warm_up: float = WARM_UP) -> float:
     loaded = np.flatnonzero(running == running.max(initial=0))
     loaded = loaded[int(warm_up * len(loaded)) :]
     if not len(loaded) or not taken[loaded].mean() > 0:
-        raise PoolError("no swing: nothing was taken, or nothing ran")
+        raise PoolError("no swing: nothing ran, or the process did not take more than it gave back")
     return float(100 * np.ptp(taken[loaded]) / 2 / taken[loaded].mean())
 
 
@@ -121,4 +122,5 @@ class _Read(OnDevice):
             return self._torch.cuda.memory_reserved(self.device)
         import psutil
 
-        return psutil.Process().memory_info().rss
+        memory = psutil.Process().memory_info()
+        return memory.rss - getattr(memory, "shared", 0)  # "shared" on Linux: files and shared memory

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -29,6 +32,22 @@ def test_the_swing_is_half_the_range_under_full_load():
     for nothing in (([], []), ([0, 0], [1, 1])):
         with pytest.raises(PoolError, match="no swing"):
             swing.swing(*nothing)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells files from memory of one's own")
+def test_pages_of_files_that_the_system_takes_back_are_no_memory_given_back(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(64 << 20))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0  # all of it is resident now
+
+        def make(memory):
+            mapped.madvise(mmap.MADV_DONTNEED)
+            return paged(memory)
+
+        found = swing.watch(long_cot(4, **TRAFFIC), make, "cpu", stride=16)
+    assert found.taken_bytes.min() > 7 << 20
+    assert found.swing < 20
 
 
 @pytest.mark.parametrize("make", [paged, lambda memory: Growing(SHAPE, memory)], ids=["paged", "growing"])
