@@ -196,6 +196,20 @@ def library_versions() -> dict[str, str]:
     return found
 
 
+def rss_bytes() -> int:
+    """Anonymous resident memory of this process (Linux ``RssAnon``), elsewhere its resident set size."""
+    try:
+        with open("/proc/self/status", "rb") as status:
+            for line in status:
+                if line.startswith(b"RssAnon:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:  # no /proc here: psutil knows the other systems
+        pass
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def peak_rss_bytes() -> int:
     """Highest resident memory of this process so far, in bytes (current resident memory where no peak is kept)."""
     try:

@@ -6,7 +6,6 @@ Every problem is decoded greedily and replayed; the table has whole chains right
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,8 @@ from o1lab.chains.evaluate import evaluate
 from o1lab.chains.report import ChainReport
 from o1lab.chains.samples import TASKS
 from o1lab.options import ended, new_file, whole
-from o1lab.stats import Estimate, proportion
+from o1lab.stats import Estimate
+from o1lab.storage import write_json
 
 
 def cells(report: ChainReport) -> dict[tuple[str, int], Estimate]:
@@ -30,10 +30,9 @@ def cells(report: ChainReport) -> dict[tuple[str, int], Estimate]:
     >>> {cell: share.n for cell, share in cells(report).items()}
     {('arithmetic', 8): 2, ('symbols', 8): 2, ('hops', 8): 2}
     """
-    right: dict[tuple[str, int], list[bool]] = {}
-    for result in report.scored:
-        right.setdefault((result.sample.task, result.sample.length), []).append(result.right)
-    return {cell: proportion(sum(found), len(found)) for cell, found in right.items()}
+    by_task = report.by("task")
+    parts = [(task, by_task[task].by_length()) for task in TASKS if task in by_task]
+    return {(task, steps): one.accuracy for task, part in parts for steps, one in part.items() if one.scored}
 
 
 @ended
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         content: dict[str, Any] = {"model": options.model, "seconds": report.seconds, "problems": len(asked)}
         content["right"] = {f"{task} {steps}": share.to_dict() for (task, steps), share in found.items()}
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, content)
     return 0
 
 

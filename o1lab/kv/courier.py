@@ -99,8 +99,7 @@ class Courier:
                 for page, _, n in runs(pages, pages) if taken[0] else ():
                     sum_into(sums[0, done : done + n], lane.device_pages[page : page + n])
                     done += n
-        if lane.verify:  # also when only memory for sums was taken on that stream
-            self._behind(self.move, self.look)
+            self._behind(self.move, self.look)  # also when only memory for sums was taken there
         pieces = runs(pages, job.slots, self._most(lane))
         with self._on(self.move):
             for page, slot, n in pieces:
@@ -115,13 +114,14 @@ class Courier:
         return self._close(sums, taken)
 
     def _sum_arrived(self, side: int, lane: Lane, job: Job, pieces: list[Any]) -> None:
-        if self._landing[side] is None and job.to_host and lane.readback != "direct":
+        lands = job.to_host and lane.readback != "direct"
+        if lands and self._landing[side] is None:
             self._landing[side] = lane.device_pages.new_empty((self._most(lane), lane.device_pages.shape[1]))
         for place, (device, host, event) in pieces:
             if event is not None:
                 self.back[side].wait_event(event)
             arrived = host if job.to_host else device
-            if job.to_host and lane.readback != "direct":  # the stream's own order says when the memory is free again
+            if lands:  # the stream's own order says when the memory is free again
                 arrived = self._landing[side][: len(host)].copy_(host, non_blocking=True)
             sum_into(place, arrived)
 

@@ -245,28 +245,25 @@ def _work(owner: weakref.ref[Lane], jobs: queue.SimpleQueue[Job | None]) -> None
     """Body of a worker; holds no lane while it has nothing in hand, so that a forgotten one can end."""
     courier: Courier | None = None
     begun: deque[tuple[Lane, Job, Flight]] = deque()
-    try:
-        while (job := _next(jobs, begun, courier)) is not None:
-            job.worker = threading.current_thread()
-            lane = owner()
-            if lane is None:
-                return
-            courier = courier or Courier(lane.where)
-            flight = lane._begin(job, courier)
-            if flight is not None:
-                begun.append((lane, job, flight))
-                if len(begun) >= lane.depth:
-                    _end_first(begun, courier)
-            del lane, job, flight
-        while begun:
-            _end_first(begun, courier)
-    except SystemExit:  # the thread is told to end: whoever waits for its jobs finds it gone
-        if courier is not None:
-            courier.settle()  # while what it had begun with is still held by the traceback
-        return
-    finally:
-        if courier is not None:
-            courier.settle()  # before the memory goes that copies under way still use
+    with suppress(SystemExit):  # the thread is told to end: whoever waits for its jobs finds it gone
+        try:
+            while (job := _next(jobs, begun, courier)) is not None:
+                job.worker = threading.current_thread()
+                lane = owner()
+                if lane is None:
+                    return
+                courier = courier or Courier(lane.where)
+                flight = lane._begin(job, courier)
+                if flight is not None:
+                    begun.append((lane, job, flight))
+                    if len(begun) >= lane.depth:
+                        _end_first(begun, courier)
+                del lane, job, flight
+            while begun:
+                _end_first(begun, courier)
+        finally:
+            if courier is not None:
+                courier.settle()  # before the memory goes, held by begun or a traceback, that copies still use
 
 
 def _next(jobs: queue.SimpleQueue[Job | None], begun: deque[tuple[Lane, Job, Flight]], courier: Any) -> Job | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from o1lab.host import rss_bytes
 from o1lab.kv.backing import OnDevice, limited
 from o1lab.kv.designs import Design
 from o1lab.kv.pool import PoolError
@@ -120,7 +121,4 @@ class _Read(OnDevice):
     def _taken(self) -> int:
         if self._cuda:
             return self._torch.cuda.memory_reserved(self.device)
-        import psutil
-
-        memory = psutil.Process().memory_info()
-        return memory.rss - getattr(memory, "shared", 0)  # "shared" on Linux: files and shared memory
+        return rss_bytes()

@@ -23,6 +23,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
+from o1lab.host import rss_bytes
+
 
 class _Mallinfo2(ctypes.Structure):
     _fields_ = [  # all in bytes, but for ordblks, smblks and hblks, which count
@@ -121,20 +123,6 @@ def _scratch() -> Iterator[int]:
     else:
         with tempfile.TemporaryFile() as file:
             yield file.fileno()
-
-
-def rss_bytes() -> int:
-    """Anonymous resident memory of this process (Linux ``RssAnon``), elsewhere its resident set size."""
-    try:
-        with open("/proc/self/status", "rb") as status:
-            for line in status:
-                if line.startswith(b"RssAnon:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:  # no /proc here: psutil knows the other systems
-        pass
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
 
 
 def _clear_type_cache() -> None:
