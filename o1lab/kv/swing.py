@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from o1lab.host import rss_bytes
+from o1lab.host import rss_bytes, trim
 from o1lab.kv.backing import OnDevice, limited
 from o1lab.kv.designs import Design
 from o1lab.kv.pool import PoolError
@@ -93,6 +93,7 @@ def watch(
     import numpy as np
 
     gc.collect()  # a pool that is only garbage would give its memory back in the middle
+    trim()  # what the heap holds free would be taken without being seen
     memory = _Read(device)
     with limited(memory, limit_bytes):
         design = make(memory)

@@ -200,11 +200,3 @@ def frozen() -> Iterator[None]:
         _freezes -= 1
         if _freezes == 0:
             gc.unfreeze()
-
-
-def trim() -> int:
-    """Ask glibc to hand free heap back to the system; return the bytes by which resident memory fell."""
-    before = rss_bytes()
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc: nothing to trim
-        ctypes.CDLL(None).malloc_trim(0)
-    return before - rss_bytes()

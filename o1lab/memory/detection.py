@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from o1lab import host
 from o1lab.errors import ProbeError
 from o1lab.memory import counters, sampling
 from o1lab.memory.plants import DevicePlant, HostPlant
@@ -97,7 +98,7 @@ def compare(
 
 
 def _return_free(where: str) -> None:
-    counters.trim()
+    host.trim()
     if where == "cuda":
         import torch
 

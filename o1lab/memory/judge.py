@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from o1lab.memory import counters
+from o1lab import host
 from o1lab.memory.leak_report import ADVICE, REASONS, LeakReport
 from o1lab.memory.rounds import COUNTERS, IN_USE, Rounds
 from o1lab.stats import Estimate, median
@@ -154,7 +154,7 @@ class Judge:
                 return "fragmentation"
             return f"held: {self.answer(['device_reserved'])}"
         if self.grew("host_free"):  # the heap gets longer while what is in it does not get more
-            self.returned["malloc_trim"] = counters.trim()
+            self.returned["malloc_trim"] = host.trim()
             grown = self.rounds.total(last, ["host_free"]) - self.rounds.total(first, ["host_free"])
             if self.returned["malloc_trim"] > 0.5 * grown:
                 return "fragmentation"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from o1lab import claims, plots, stats
+from o1lab import claims, host, plots, stats
 from o1lab.errors import EstimateError
 from o1lab.kv import Growing, KVShape, Paged, PoolError, Static, faults, long_cot, pool_view, swing, writeback_bench
 from o1lab.kv.backing import limited
@@ -48,6 +48,18 @@ def test_pages_of_files_that_the_system_takes_back_are_no_memory_given_back(tmp_
         found = swing.watch(long_cot(4, **TRAFFIC), make, "cpu", stride=16)
     assert found.taken_bytes.min() > 7 << 20
     assert found.swing < 20
+
+
+@pytest.mark.skipif(not host.mallinfo2(), reason="only glibc hands free heap back")
+def test_memory_that_the_heap_holds_free_does_not_hide_what_is_taken():
+    np.ones(24 << 20, dtype=np.uint8)  # if malloc mapped this block, it takes such blocks from its heap from now on
+    hole, wall = np.ones(20 << 20, dtype=np.uint8), np.ones(1 << 20, dtype=np.uint8)  # the wall keeps the heap's end up
+    full = host.rss_bytes()
+    del hole
+    assert full - host.rss_bytes() < 4 << 20  # freed, and still resident
+    found = swing.watch(long_cot(4, **TRAFFIC), paged, "cpu", stride=16)
+    assert found.taken_bytes.min() > 7 << 20
+    assert wall.all()
 
 
 @pytest.mark.parametrize("make", [paged, lambda memory: Growing(SHAPE, memory)], ids=["paged", "growing"])
