@@ -13,6 +13,7 @@ BENCHES = {
     "attention": ("o1lab.attention.bench", "paged decode attention beside SDPA and FlexAttention, and the copy rate"),
     "kv": ("o1lab.kv.bench", "page pool latency, inserts against native allocation, replay of traffic"),
     "decode": ("o1lab.kv.decode_bench", "decode steps of whole models by kind of cache, share of the roofline"),
+    "products": ("o1lab.kv.product_bench", "the products of a decode step beside torch's, share of the copy rate"),
     "writeback": ("o1lab.kv.writeback_bench", "copies to the host and back, evictions, and what they cost decoding"),
     "faults": ("o1lab.kv.faults", "faults injected into copies of pages, and which checks catch them"),
     "leaks": ("o1lab.memory.accuracy", "how far the leak probe can be trusted: nulls, catalogue, floor, power"),

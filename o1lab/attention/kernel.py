@@ -44,8 +44,11 @@ if triton is not None:
 
     @triton.jit
     def merge(stats, partials, out, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-              SPLITS_2: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+              SPLITS_2: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
         """Second stage: one program for each (sequence, query head)."""
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         row = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK_D)
         acc = merged_row(stats, partials, row, D, BLOCK_D, SPLITS, SPLITS_2, CHUNK)
@@ -72,12 +75,16 @@ if triton is not None:
         GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
         BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLITS_2: tl.constexpr, CHUNK: tl.constexpr,
         HAS_BIAS: tl.constexpr, QUANTISED: tl.constexpr, FUSED: tl.constexpr, DOT_K: tl.constexpr, DOT_V: tl.constexpr,
-        PRECISION: tl.constexpr,
+        PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """One (KV head, split, sequence). ``page, side, token, head`` and ``s_…`` are strides in elements.
 
         ``DOT_K`` and ``DOT_V`` are the types in which scores and outputs are multiplied (and summed in fp32).
+        ``OVERLAP``: launched while the kernel before it runs, which is waited for here (programmatic dependent launch).
         """
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
         length = tl.load(lengths + sequence)
         share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N

@@ -48,6 +48,7 @@ def products(q: Tensor, scales: Tensor | None) -> dict[str, Any]:
 def arguments(
     q: Tensor, pages: Tensor, block_table: Tensor, lengths: Tensor, sizes: Problem, scale: float,
     bias: Tensor | None, scales: Tensor | None, out: Tensor, work: Workspace, shape: Blocks, fused: bool,
+    overlap: bool = False,
 ) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Positional arguments, compile-time constants and launch options of the first kernel."""
     block_d, two = power_of_two(max(sizes.head_dim, 16)), power_of_two(work.splits)
@@ -63,19 +64,22 @@ def arguments(
     constants = dict(
         GROUP=sizes.group, BLOCK_M=max(16, power_of_two(sizes.group)), D=sizes.head_dim, BLOCK_D=block_d,
         T=sizes.page_tokens, BLOCK_N=shape.block_n, SPLITS=work.splits, SPLITS_2=two, CHUNK=min(32, two),
-        HAS_BIAS=bias is not None, QUANTISED=scales is not None, FUSED=fused, **products(q, scales),
+        HAS_BIAS=bias is not None, QUANTISED=scales is not None, FUSED=fused, OVERLAP=overlap,
+        **products(q, scales),
     )  # fmt: skip
-    return positional, constants, {"num_warps": shape.warps, "num_stages": shape.stages}
+    options = {"num_warps": shape.warps, "num_stages": shape.stages} | ({"launch_pdl": True} if overlap else {})
+    return positional, constants, options
 
 
 def decode(
     q: Tensor, pages: Tensor, block_table: Tensor, lengths: Tensor, sizes: Problem, scale: float,
     bias: Tensor | None, scales: Tensor | None, out: Tensor, work: Workspace, *, shape: Blocks | None = None,
-    fused: bool = False,
+    fused: bool = False, overlap: bool = False,
 ) -> Any:  # fmt: skip
     """Run the kernel and, with more than one split, the merge; returns the compiled first kernel (None if interpreted).
 
-    ``fused`` lets the last program to finish a group of heads do the merge in place of a second launch.
+    ``fused`` lets the last program to finish a group of heads do the merge in place of a second launch; ``overlap``
+    launches while the kernel before still runs, on compute capability 9.0 and newer.
     """
     reason = missing(q.device)
     if reason:
@@ -91,14 +95,14 @@ def decode(
     if interpreted():  # its casts to bf16 cut bits off in place of rounding
         out = torch.full(target.shape, float("nan"))
     positional, constants, options = arguments(
-        q, pages, block_table, lengths, sizes, scale, bias, scales, out, work, shape, fused
+        q, pages, block_table, lengths, sizes, scale, bias, scales, out, work, shape, fused, overlap
     )
     rows = sizes.batch * sizes.q_heads
     with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
         compiled = kernel.decode[(sizes.kv_heads, work.splits, sizes.batch)](*positional, **constants, **options)
         if work.splits > 1 and not fused:
-            names = ("D", "BLOCK_D", "SPLITS", "SPLITS_2", "CHUNK")
-            wanted = {name: constants[name] for name in names}
+            names = ("D", "BLOCK_D", "SPLITS", "SPLITS_2", "CHUNK", "OVERLAP")
+            wanted = {name: constants[name] for name in names} | ({"launch_pdl": True} if overlap else {})
             kernel.merge[(rows,)](work.stats, work.partials, out, **wanted, num_warps=4)
     if out is not target:
         target.copy_(out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,20 +89,11 @@ def compile_for(
     AttentionError
         Triton or its ``cuobjdump`` is not installed.
     """
-    from importlib.util import find_spec
-
-    if find_spec("triton") is None:
-        raise AttentionError("compiling needs the package triton, which is not installed")
-    import triton
+    _triton()
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from o1lab.attention import kernel
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.is_file():
-        raise AttentionError(f"registers are read with cuobjdump, which this triton ({triton.__version__}) lacks")
     wide = 4 if dtype == "fp32" else 2
     shape = shape or blocks(1 if quantised else wide, wide, head_dim)
     two = power_of_two(splits)
@@ -112,20 +104,46 @@ def compile_for(
         "BLOCK_D": power_of_two(max(head_dim, 16)), "BLOCK_N": shape.block_n, "SPLITS": splits, "SPLITS_2": two,
         "CHUNK": min(32, two), "HAS_BIAS": bias, "QUANTISED": quantised, "FUSED": fused, "DOT_K": product,
         "DOT_V": tl.bfloat16 if mixed else product, "PRECISION": "tf32x3" if quantised and not mixed else "ieee",
+        "OVERLAP": False,
     }  # fmt: skip
     pointers = dict.fromkeys(("scales", "bias", "partials", "stats"), "fp32") | dict.fromkeys(("q", "out"), dtype)
     pointers |= dict.fromkeys(("table", "lengths", "arrivals"), "i32") | {"pages": "i8" if quantised else dtype}
-    names = kernel.decode.arg_names
-    signature, hints = {}, {}
-    for place, name in enumerate(names):
-        signature[name] = "constexpr" if name in constants else f"*{pointers[name]}" if name in pointers else "i32"
-        if name in pointers or name in ("q_batch", "q_head", "page", "side", "token", "head"):
-            hints[(place,)] = [["tt.divisibility", 16]]
-    signature["qk_scale"] = "fp32"
-    source = ASTSource(
-        kernel.decode, signature, {(names.index(key),): value for key, value in constants.items()}, hints
-    )
+    aligned = (*pointers, "q_batch", "q_head", "page", "side", "token", "head")
     options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    return compiled(kernel.decode, constants, pointers, aligned, options, capability, qk_scale="fp32")[0]
+
+
+def compiled(
+    kernel: Any, constants: dict[str, Any], pointers: dict[str, str], aligned: Iterable[str], options: dict[str, Any],
+    capability: int = 90, **scalars: str,
+) -> tuple[Resources, dict[str, Any]]:  # fmt: skip
+    """Compile any Triton kernel for a GPU that need not be here; its resources and the code by stage (``"ptx"``, …).
+
+    Parameters
+    ----------
+    constants : dict
+        Its compile-time constants.
+    pointers, **scalars : str
+        Types of its pointers and of scalars that are no ``"i32"``, by name.
+    aligned : iterable of str
+        Arguments that are multiples of 16.
+
+    Raises
+    ------
+    AttentionError
+        Triton or its ``cuobjdump`` is not installed.
+    """
+    tool = _triton()
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: scalars.get(name, "i32") for name in names}
+    signature |= dict.fromkeys(constants, "constexpr") | {name: f"*{one}" for name, one in pointers.items()}
+    hints = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, hints)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
@@ -134,4 +152,18 @@ def compile_for(
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     if not found:
         raise AttentionError(f"cuobjdump named no registers: {said[:200]!r}")
-    return Resources(int(found[1]), int(found[2]), built.metadata.shared, shape.warps)
+    return Resources(int(found[1]), int(found[2]), built.metadata.shared, options["num_warps"]), dict(built.asm)
+
+
+def _triton() -> Path:
+    """Where Triton's ``cuobjdump`` is."""
+    from importlib.util import find_spec
+
+    if find_spec("triton") is None:
+        raise AttentionError("compiling needs the package triton, which is not installed")
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.is_file():
+        raise AttentionError(f"registers are read with cuobjdump, which this triton ({triton.__version__}) lacks")
+    return tool

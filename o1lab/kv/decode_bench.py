@@ -34,12 +34,13 @@ from o1lab.options import device, ended, new_file, seconds, settings, whole
 from o1lab.stats import Estimate
 
 ARMS = (
-    "fused tuned + graph", "fused + graph", "compiled + graph", "paged + graph", "paged", "dynamic", "static",
-    "static compiled",
+    "kernels + graph", "kernels in turn + graph", "fused tuned + graph", "fused + graph", "compiled + graph",
+    "paged + graph", "paged", "dynamic", "static", "static compiled",
 )  # fmt: skip
 CPU_ARMS = ("paged", "dynamic", "static")
 """``compiled``: the paged step as one compiled graph; ``fused``: with joined projections too; ``tuned``: and with
-kernels that the compiler chose by measuring them, which takes minutes."""
+kernels that the compiler chose by measuring them, which takes minutes. ``kernels``: our own for all of the step
+(:mod:`o1lab.kv.kernel_step`); ``in turn``: each begins when the one before has ended."""
 TUNED = {
     "max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON", "max_autotune_pointwise": True,
     "coordinate_descent_tuning": True,
@@ -100,7 +101,7 @@ def step_of(arm: str, model: Any, batch: int, context: int) -> tuple[Callable[[]
 
     config, device, dtype, most = model.config, model.device, model.dtype, context + WARM + SPAN
     first = torch.ones(batch, 1, dtype=torch.long, device=device)
-    paged = arm.startswith(("fused", "compiled", "paged"))
+    paged = arm.startswith(("kernels", "fused", "compiled", "paged"))
     if paged:
         tokens = batch * (most + 256)
         cache: Any = PagedCache(config, pool_for(config, tokens, device=device, dtype=dtype), max_tokens=most)
@@ -111,8 +112,11 @@ def step_of(arm: str, model: Any, batch: int, context: int) -> tuple[Callable[[]
         shape = (2, batch, heads.kv_heads, context, heads.head_dim)
         cache.update(*torch.randn(shape, generator=chance, device=device, dtype=dtype), layer)
     if paged:
-        compiled = False if arm.startswith("paged") else {"options": TUNED} if "tuned" in arm else True
-        loop = DecodeLoop(model, cache, graph=arm.endswith("graph") and device.type == "cuda", compiled=compiled)
+        compiled = arm.startswith(("fused", "compiled")) and ({"options": TUNED} if "tuned" in arm else True)
+        how: dict[str, Any] = {"graph": arm.endswith("graph") and device.type == "cuda", "compiled": compiled}
+        if arm.startswith("kernels"):
+            how["kernels"] = {"overlap": False} if "in turn" in arm else True
+        loop = DecodeLoop(model, cache, **how)
         loop.resume(first[:, 0])
         return loop.step, lambda count: cache.crop(-count)
     model.set_attn_implementation("sdpa")

@@ -29,6 +29,9 @@ class DecodeLoop:
     compiled : bool or dict
         Compile the step as one graph, see :mod:`o1lab.kv.compiled`; a dict holds arguments for ``torch.compile``. The
         first step then takes as long as the compiler does.
+    kernels : bool or dict
+        Run the step with kernels of our own, see :mod:`o1lab.kv.kernel_step`: Llama, Mistral and Qwen2 in float32 or
+        bfloat16, up to 64 sequences. A dict holds arguments for ``KernelStep``.
 
     Attributes
     ----------
@@ -53,13 +56,18 @@ class DecodeLoop:
     """
 
     def __init__(
-        self, model: Any, cache: PagedCache, *, graph: bool | None = None, compiled: bool | dict[str, Any] = False
+        self, model: Any, cache: PagedCache, *, graph: bool | None = None, compiled: bool | dict[str, Any] = False,
+        kernels: bool | dict[str, Any] = False,
     ) -> None:  # fmt: skip
         if not isinstance(cache, PagedCache) or not hasattr(model, "set_attn_implementation"):
             raise CacheError(f"a decode loop is of a transformers model and a PagedCache, not of a "
                              f"{type(model).__name__} and a {type(cache).__name__}")  # fmt: skip
         if not isinstance(compiled, (bool, dict)):
             raise CacheError(f"compiled={compiled!r}: True, False or a dict of arguments for torch.compile")
+        if not isinstance(kernels, (bool, dict)) or (isinstance(kernels, dict) and set(kernels) - {"overlap"}):
+            raise CacheError(f"kernels={kernels!r}: True, False or {{'overlap': …}}")
+        if kernels is not False and compiled is not False:
+            raise CacheError(f"kernels={kernels} and compiled={compiled}: a step is one or the other")
         on_cuda = cache.pool.arena.device.type == "cuda"
         if cache.max_tokens is None or (graph and not on_cuda):
             raise CacheError(f"max_tokens={cache.max_tokens} and graph={graph} on {cache.pool.arena.device}: a decode "
@@ -76,6 +84,10 @@ class DecodeLoop:
 
             how = {} if compiled is True else compiled
             self._compiled = compiled_step(model, cache, self.cache_name(model), **how)
+        if kernels is not False:
+            from o1lab.kv.kernel_step import KernelStep
+
+            self._compiled = KernelStep(model, cache, **({} if kernels is True else kernels))
 
     @staticmethod
     def cache_name(model: Any) -> str:

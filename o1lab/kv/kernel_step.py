@@ -1,0 +1,235 @@
+"""A decode step of Llama-like models in eight kernels a layer: ``DecodeLoop(model, cache, kernels=True)``.
+
+A layer is: norm with Q, K and V in one product; rotation and append; attention over the pages, and the merge of its
+splits; output product and residual sum; norm with gate, up and SiLU in one product; down product and residual sum. What
+the compiler launches between the products is inside them (:mod:`o1lab.kv.products`), and on compute capability 9.0 each
+kernel asks for its weights while the one before it still runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM
+
+from o1lab.attention import Workspace, launch, paged_decode, splits
+from o1lab.attention.checks import Problem
+from o1lab.errors import CacheError
+from o1lab.kv.compiled import SIBLINGS, _joinable, _Joined
+from o1lab.kv.paged_cache import PagedCache
+from o1lab.kv.products import MOST_ROWS, Cuts, Scratch, cuts, product, rotate
+
+MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
+STILL = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary positions whose angles do not change with the length."""
+
+
+def unsupported(model: Any, cache: PagedCache) -> str:
+    """Why :class:`KernelStep` does not run this model, or an empty string.
+
+    Examples
+    --------
+    >>> from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    >>> tiny = GPTNeoXConfig(
+    ...     vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    ... )
+    >>> unsupported(GPTNeoXForCausalLM(tiny), None)
+    'GPTNeoXForCausalLM is none of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM'
+    """
+    if type(model) not in MODELS:
+        return f"{type(model).__name__} is none of {', '.join(one.__name__ for one in MODELS)}"
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", "default") not in STILL:
+        return f"rotary positions of type {rope['rope_type']!r} change with the length"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"hidden_act is {config.hidden_act!r}, not 'silu'"
+    windows = getattr(config, "layer_types", None) or []
+    if any(kind != "full_attention" for kind in windows) or (
+        not windows and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    ):
+        return "some layers see a window of tokens only"
+    if cache.dtype == torch.int8:
+        return "pages of int8"
+    weights = list(model.parameters())
+    kinds = {(weight.dtype, weight.device) for weight in weights}
+    if len(kinds) > 1 or weights[0].dtype not in (torch.float32, torch.bfloat16):
+        return f"weights are of {sorted(map(str, kinds))}: one device, float32 or bfloat16"
+    plain = [module for layer in model.model.layers for module in _linear(layer)] + [model.lm_head]
+    if odd := [module for module in plain if not _joinable(module)]:
+        return f"a {type(odd[0]).__name__} with hooks, a forward of its own, or of another class than nn.Linear"
+    without = [layer.self_attn.o_proj for layer in model.model.layers] + [model.lm_head]
+    without += [part for layer in model.model.layers for part in (layer.mlp.gate_proj, layer.mlp.up_proj,
+                                                                  layer.mlp.down_proj)]  # fmt: skip
+    return "a bias outside of Q, K and V" if any(module.bias is not None for module in without) else ""
+
+
+def _linear(layer: Any) -> list[nn.Linear]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [getattr(attention, f"{name}_proj") for name in "qkvo"] + [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One product of the step with its fixed buffers."""
+
+    weight: Tensor
+    out: Tensor
+    shape: Cuts
+    scratch: Scratch
+    options: dict[str, Any]
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return product(
+            x, self.weight, residual=residual, out=self.out, shape=self.shape, scratch=self.scratch, **self.options
+        )
+
+
+class KernelStep:
+    """A function from token ids (B, 1) to logits (B, vocabulary) and likeliest tokens (B, 1), on the device only.
+
+    It counts and writes one token. Call ``cache.reserve(1)`` before and ``cache.advance(1)`` after. Q, K and V become
+    parts of one tensor, gate and up of another: the weights keep their names and take no more memory.
+
+    Parameters
+    ----------
+    overlap : bool, optional
+        Launch each kernel while the one before still runs; by default where the device can (compute capability 9.0).
+
+    Raises
+    ------
+    CacheError
+        A model or cache that it does not run (:func:`unsupported` says why), more than 64 sequences on a GPU, weights
+        that were moved or replaced since.
+    """
+
+    def __init__(self, model: Any, cache: PagedCache, overlap: bool | None = None) -> None:
+        if reason := unsupported(model, cache):
+            raise CacheError(f"kernels=True does not run this model: {reason}; compiled=True may")
+        device = model.lm_head.weight.device
+        able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        if overlap and not able:
+            raise CacheError(f"overlap=True on {device}: programmatic launches need compute capability 9.0")
+        self.model, self.cache, self.overlap = model, cache, able if overlap is None else overlap
+        self._joined = [_whole(layer) for layer in model.model.layers]
+        self._places = self._addresses()
+        self._made: dict[int, Any] = {}
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """One step; the results are overwritten by the next one."""
+        if self._addresses() != self._places:
+            raise CacheError("a weight was moved or replaced since this loop was made: make another one")
+        model, cache, rows = self.model, self.cache, len(ids)
+        if rows not in self._made:
+            self._made = {rows: self._make(rows)}
+        layers, last, attend, queries = self._made[rows]
+        cosines, sines = self._turns()
+        lengths, heads = cache.lengths, model.config.num_attention_heads
+        lengths.add_(1)
+        hidden = model.model.embed_tokens(ids[:, 0])
+        for index, (qkv, output, gated, down) in enumerate(layers):
+            kv = cache.paged(index)
+            given = (kv.pages, kv.block_table, lengths)
+            rotate(qkv(hidden), cosines, sines, *given, heads, out=queries, overlap=self.overlap)
+            mixed = attend(queries, given, model.model.layers[index].self_attn.scaling)
+            hidden = output(mixed.view(rows, -1), hidden)
+            hidden = down(gated(hidden), hidden)
+        logits = last(hidden)
+        return logits, logits.argmax(-1, keepdim=True)
+
+    def _addresses(self) -> list[int]:
+        return [weight.data_ptr() for weight in self.model.parameters()]
+
+    def _turns(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines by position, as the model's own embedding makes them."""
+        if self._angles is None:
+            like = self.model.lm_head.weight
+            places = torch.arange(self.cache.max_tokens, device=like.device)[None]
+            both = self.model.model.rotary_emb(like[:1, None], places)
+            self._angles = tuple(each[0].contiguous() for each in both)
+        return self._angles
+
+    def _make(self, rows: int) -> tuple[Any, ...]:
+        """The products with their buffers for ``rows`` sequences; layers share what they leave for the next kernel."""
+        model, like = self.model, self.model.lm_head.weight
+        device = like.device
+        if device.type == "cuda" and rows > MOST_ROWS:
+            raise CacheError(f"{rows} sequences: kernels=True takes at most {MOST_ROWS} on a GPU; compiled=True more")
+        programs = splits.multiprocessors(device)
+        buffers: dict[tuple[int, bool], Tensor] = {}
+
+        def one(
+            weight: Tensor, norm: Any = None, gated: bool = False, bias: Tensor | None = None, kind: str = ""
+        ) -> _Product:  # fmt: skip
+            columns, inner = len(weight) // (2 if gated else 1), weight.shape[1]
+            shape = cuts(columns, inner, rows, gated, weight.element_size(), programs)
+            if (columns, kind) not in buffers:
+                buffers[columns, kind] = like.new_empty(rows, columns)
+            scratch = Scratch.make(columns, rows, gated, shape, device)
+            options: dict[str, Any] = {"gated": gated, "bias": bias, "overlap": self.overlap}
+            if norm is not None:
+                options |= {"gain": norm.weight, "epsilon": norm.variance_epsilon}
+            return _Product(weight, buffers[columns, kind], shape, scratch, options)
+
+        layers = []
+        for layer, (qkv, bias, gate_up) in zip(model.model.layers, self._joined, strict=True):
+            layers.append(
+                (
+                    one(qkv, layer.input_layernorm, bias=bias, kind="qkv"),
+                    one(layer.self_attn.o_proj.weight, kind="middle"),
+                    one(gate_up, layer.post_attention_layernorm, gated=True, kind="mlp"),
+                    one(layer.mlp.down_proj.weight, kind="end"),
+                )
+            )
+        return layers, one(like, model.model.norm, kind="logits"), *self._attention(rows)
+
+    def _attention(self, rows: int) -> tuple[Any, Tensor]:
+        """Attention of one token over pages, and the buffer that its queries come in."""
+        cache, config = self.cache, self.model.config
+        kv = cache.paged(0)
+        queries = kv.pages.new_empty(rows, config.num_attention_heads, kv.pages.shape[-1])
+        if launch.missing(queries.device):
+            return (lambda q, given, scale: paged_decode(q, *given, scale=scale)), queries
+        pages, table = kv.pages, kv.block_table
+        sizes = Problem(rows, 1, queries.shape[1], pages.shape[3], pages.shape[4], pages.shape[2], len(pages),
+                        table.shape[1])  # fmt: skip
+        if reason := splits.unsupported(sizes, queries, pages):
+            raise CacheError(f"kernels=True: {reason}")
+        many = splits.choose(sizes, pages.element_size(), queries.element_size(), splits.multiprocessors(pages.device))
+        work, out = Workspace.make(sizes, many, pages.device), torch.empty_like(queries)
+
+        def attend(q: Tensor, given: tuple[Tensor, ...], scale: float) -> Tensor:
+            launch.decode(q, *given, sizes, scale, None, None, out, work, overlap=self.overlap)
+            return out
+
+        return attend, queries
+
+
+def _whole(layer: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Q, K and V of a layer as one weight, their biases, and gate and up as one weight."""
+    found = []
+    for module, names in ((layer.self_attn, SIBLINGS[0]), (layer.mlp, SIBLINGS[1])):
+        parts = [getattr(module, name) for name in names]
+        weight = _neighbours([part.weight for part in parts])
+        bias = None if parts[0].bias is None else _neighbours([part.bias for part in parts])
+        if weight is None or (parts[0].bias is not None and bias is None):
+            joined = _Joined(parts)
+            weight, bias = joined.weight, joined.bias
+        found.append((weight, bias))
+    return *found[0], found[1][0]
+
+
+def _neighbours(tensors: list[Tensor]) -> Tensor | None:
+    """The tensor that these are the rows of, one after the other, or None where they lie apart."""
+    first, at = tensors[0].detach(), tensors[0].storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == at):
+            return None
+        at += tensor.numel()
+    shape = (sum(map(len, tensors)), *first.shape[1:])
+    return first.as_strided(shape, first.stride(), first.storage_offset())

@@ -1,0 +1,137 @@
+"""The decode step of kernels on a real GPU: the plain tokens, its error in 16 bits, and no race between kernels."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from package.paged_fixture import model_of, prompts
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from o1lab.kv import DecodeLoop, PagedCache, pool_for
+from o1lab.kv.product_bench import candidates, of_model
+from o1lab.kv.products import Scratch, product
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")]
+
+
+def small(kind, dtype=torch.float32):
+    return copy.deepcopy(model_of(kind)).to("cuda", dtype)
+
+
+def wide(dtype=torch.bfloat16, layers=4):
+    """Half a gigabyte of weights, so that kernels run long enough to overlap; sizes are no powers of two."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=1152, num_hidden_layers=layers, num_attention_heads=18, num_key_value_heads=6, head_dim=64,
+        intermediate_size=3072, vocab_size=32000, max_position_embeddings=4096, eos_token_id=None,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def pool_of(model, dtype):
+    pool = pool_for(model.config, 20_000, device="cuda", dtype=dtype, page_tokens=16)
+    pool.arena.fill_(255)
+    return pool
+
+
+def forced(model, ids, tokens=None, steps=60, **how):
+    """Tokens fed (by default those of the loop itself), the next ones, and the logits, of so many steps."""
+    with PagedCache(model.config, pool_of(model, model.dtype), max_tokens=ids.shape[1] + steps + 2) as cache:
+        loop = DecodeLoop(model, cache, **how)
+        fed, found, logits = [loop.prefill(ids)], [], []
+        for place in range(steps):
+            if tokens is not None:
+                fed[place:] = [tokens[place]]
+            found.append(loop.step(fed[place]).clone())
+            fed.append(found[-1])
+            logits.append(loop.logits.clone().float())
+    return torch.stack(fed[:steps]), torch.stack(found), torch.stack(logits)
+
+
+def ways():
+    able = torch.cuda.get_device_capability() >= (9, 0)
+    return [{"overlap": False}, {"overlap": True}] if able else [{"overlap": False}]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_captured_step_of_kernels_gives_the_plain_tokens(kind):
+    model, ids = small(kind), prompts()["input_ids"].cuda()
+    fed, plain, logits = forced(model, ids, graph=False)
+    for how in ways():
+        _, found, same = forced(model, ids, fed, kernels=how)
+        assert torch.equal(found, plain)
+        assert torch.allclose(same, logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 5, 32])
+def test_in_16_bits_it_is_as_near_to_the_exact_step_as_the_plain_one(batch):
+    model = wide()
+    ids = torch.randint(1, 32000, (batch, 90), generator=torch.Generator().manual_seed(0)).cuda()
+    exact = copy.deepcopy(model).float()
+    fed, _, plain = forced(model, ids, graph=False, steps=20)
+    _, _, true = forced(exact, ids, fed, graph=False, steps=20)
+    most = (plain - true).square().mean().sqrt()
+    assert 0 < most < 0.2 * true.std()  # or the bound would hold anything
+    for how in ways():
+        _, _, found = forced(model, ids, fed, kernels=how, steps=20)
+        assert (found - true).square().mean().sqrt() <= 1.2 * most
+
+
+def test_kernels_that_overlap_do_not_race():
+    """300 steps, replayed twice and once in turn: the same bits. A read before the wait would show in some of them."""
+    model, found = wide(layers=8), []
+    ids = torch.randint(1, 32000, (2, 40), generator=torch.Generator().manual_seed(1)).cuda()
+    fed, _, _ = forced(model, ids, steps=300, kernels={"overlap": False})
+    for how in [*ways(), ways()[-1]]:
+        found.append(forced(model, ids, fed, steps=300, kernels=how)[2])
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+
+
+def test_reserved_replays_allocate_nothing_and_wait_for_nothing():
+    model = small("llama")
+    with PagedCache(model.config, pool_of(model, torch.float32), max_tokens=120) as cache:
+        loop = DecodeLoop(model, cache, kernels=True)
+        loop.prefill(prompts()["input_ids"].cuda())
+        for _ in range(3):
+            loop.step()
+        cache.reserve(80)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(80):
+                loop.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        after = torch.cuda.memory_stats()
+        assert after["allocation.all.allocated"] == before["allocation.all.allocated"]
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("index", range(4))
+def test_any_cut_of_a_product_gives_the_product(index, batch):
+    one = of_model("llama")[index]
+    chance = torch.Generator("cuda").manual_seed(index)
+    many = one.columns * (2 if one.gated else 1)
+    make = {"device": "cuda", "dtype": torch.bfloat16, "generator": chance}
+    x, weight = torch.randn(batch, one.inner, **make), torch.randn(many, one.inner, **make) * one.inner**-0.5
+    gain = torch.randn(one.inner, **make) if one.norm else None
+    residual = torch.randn(batch, one.columns, **make) if one.add else None
+    how = {"gain": gain, "epsilon": 1e-5, "gated": one.gated, "residual": residual}
+    y = x.double()
+    if one.norm:
+        y = y * (y.square().mean(1, keepdim=True) + 1e-5).rsqrt() * gain.double()
+    y = y @ weight.double().T
+    if one.gated:
+        gate, up = y.chunk(2, 1)
+        y = torch.nn.functional.silu(gate) * up
+    y = y if residual is None else y + residual.double()
+    shapes = candidates(one, batch, 132)
+    for shape in shapes[:: max(1, len(shapes) // 5)]:
+        scratch = Scratch.make(one.columns, batch, one.gated, shape, x.device)
+        for _ in range(3):  # counters must be ready again
+            found = product(x, weight, shape=shape, scratch=scratch, **how)
+        assert (found.double() - y).square().mean().sqrt() < 6e-3 * y.std(), shape
