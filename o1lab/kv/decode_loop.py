@@ -78,7 +78,7 @@ class DecodeLoop:
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._fixed["logits_to_keep"] = 1
         model.set_attn_implementation(register())
-        self.ids = self.logits = self._compiled = None
+        self.ids = self.logits = self._compiled = self._kernels = None
         if compiled is not False:
             from o1lab.kv.compiled import compiled_step
 
@@ -87,7 +87,7 @@ class DecodeLoop:
         if kernels is not False:
             from o1lab.kv.kernel_step import KernelStep
 
-            self._compiled = KernelStep(model, cache, **({} if kernels is True else kernels))
+            self._kernels = KernelStep(model, cache, **({} if kernels is True else kernels))
 
     @staticmethod
     def cache_name(model: Any) -> str:
@@ -153,7 +153,13 @@ class DecodeLoop:
             raise CacheError(f"{name} are on {ids.device}, the cache on {self.cache.pool.arena.device}")
 
     def _body(self) -> None:
-        if self._compiled is None:
+        if self._kernels is not None:
+            shape = (len(self.ids), self.model.config.vocab_size)
+            if self.logits is None or self.logits.shape != shape:
+                self.logits = self.model.lm_head.weight.new_empty(shape)
+            self._kernels(self.ids, self.logits)
+            self.cache.advance(1)
+        elif self._compiled is None:
             self._follow(self._forward(self.ids, self.cache.lengths[:, None].long()))
         else:
             self._follow(*self._compiled(self.ids))

@@ -77,22 +77,23 @@ class _Product:
     """One product of the step with its fixed buffers."""
 
     weight: Tensor
-    out: Tensor
+    out: Tensor | None
     shape: Cuts
     scratch: Scratch
     options: dict[str, Any]
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        out = self.out if out is None else out
         return product(
-            x, self.weight, residual=residual, out=self.out, shape=self.shape, scratch=self.scratch, **self.options
+            x, self.weight, residual=residual, out=out, shape=self.shape, scratch=self.scratch, **self.options
         )
 
 
 class KernelStep:
-    """A function from token ids (B, 1) to logits (B, vocabulary) and likeliest tokens (B, 1), on the device only.
+    """A function that reads token ids (B, 1), writes logits (B, vocabulary), and the likeliest tokens over the ids.
 
-    It counts and writes one token. Call ``cache.reserve(1)`` before and ``cache.advance(1)`` after. Q, K and V become
-    parts of one tensor, gate and up of another: the weights keep their names and take no more memory.
+    It counts and writes one token, on the device only. Call ``cache.reserve(1)`` before and ``cache.advance(1)`` after.
+    Q, K and V become parts of one tensor, gate and up of another: the weights keep their names and take no more memory.
 
     Parameters
     ----------
@@ -119,13 +120,13 @@ class KernelStep:
         self._made: dict[int, Any] = {}
         self._angles: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """One step; the results are overwritten by the next one."""
+    def __call__(self, ids: Tensor, logits: Tensor) -> None:
+        """One step; ``logits`` and ``ids`` are written last, with nothing between that could fail."""
         if self._addresses() != self._places:
             raise CacheError("a weight was moved or replaced since this loop was made: make another one")
         model, cache, rows = self.model, self.cache, len(ids)
         if rows not in self._made:
-            self._made = {rows: self._make(rows)}
+            self._made[rows] = self._make(rows)
         layers, last, attend, queries = self._made[rows]
         cosines, sines = self._turns()
         lengths, heads = cache.lengths, model.config.num_attention_heads
@@ -138,8 +139,7 @@ class KernelStep:
             mixed = attend(queries, given, model.model.layers[index].self_attn.scaling)
             hidden = output(mixed.view(rows, -1), hidden)
             hidden = down(gated(hidden), hidden)
-        logits = last(hidden)
-        return logits, logits.argmax(-1, keepdim=True)
+        torch.argmax(last(hidden, out=logits), -1, keepdim=True, out=ids)
 
     def _addresses(self) -> list[int]:
         return [weight.data_ptr() for weight in self.model.parameters()]
@@ -160,20 +160,20 @@ class KernelStep:
         if device.type == "cuda" and rows > MOST_ROWS:
             raise CacheError(f"{rows} sequences: kernels=True takes at most {MOST_ROWS} on a GPU; compiled=True more")
         programs = splits.multiprocessors(device)
-        buffers: dict[tuple[int, bool], Tensor] = {}
+        buffers: dict[str, Tensor] = {}
 
         def one(
             weight: Tensor, norm: Any = None, gated: bool = False, bias: Tensor | None = None, kind: str = ""
         ) -> _Product:  # fmt: skip
             columns, inner = len(weight) // (2 if gated else 1), weight.shape[1]
             shape = cuts(columns, inner, rows, gated, weight.element_size(), programs)
-            if (columns, kind) not in buffers:
-                buffers[columns, kind] = like.new_empty(rows, columns)
+            if kind and kind not in buffers:
+                buffers[kind] = like.new_empty(rows, columns)
             scratch = Scratch.make(columns, rows, gated, shape, device)
             options: dict[str, Any] = {"gated": gated, "bias": bias, "overlap": self.overlap}
             if norm is not None:
                 options |= {"gain": norm.weight, "epsilon": norm.variance_epsilon}
-            return _Product(weight, buffers[columns, kind], shape, scratch, options)
+            return _Product(weight, buffers.get(kind), shape, scratch, options)
 
         layers = []
         for layer, (qkv, bias, gate_up) in zip(model.model.layers, self._joined, strict=True):
@@ -185,7 +185,7 @@ class KernelStep:
                     one(layer.mlp.down_proj.weight, kind="end"),
                 )
             )
-        return layers, one(like, model.model.norm, kind="logits"), *self._attention(rows)
+        return layers, one(like, model.model.norm), *self._attention(rows)
 
     def _attention(self, rows: int) -> tuple[Any, Tensor]:
         """Attention of one token over pages, and the buffer that its queries come in."""

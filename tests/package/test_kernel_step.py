@@ -190,7 +190,7 @@ def test_a_kernel_step_that_fails_is_not_counted():
         assert (cache.get_seq_length(), cache.lengths.tolist()) == (7, [7, 7])
         hook = model.model.rotary_emb.register_forward_pre_hook(lambda *_: 1 / 0)  # asked once, at the first step
         with pytest.raises(ZeroDivisionError):
-            DecodeLoop(model, cache, kernels=True)._compiled(first[:, None])
+            DecodeLoop(model, cache, kernels=True)._kernels(first[:, None], loop.logits)
         hook.remove()
         cache.crop(0)
         assert loop.step(first).shape == (2,)
