@@ -1,4 +1,4 @@
-"""What a detector of faults is given: how sure a model was of the tokens of each step that it wrote."""
+"""What a detector of faults is given: how sure a model was of the tokens of each step that it wrote or read."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from o1lab.chains.render import parse
 from o1lab.chains.samples import Parsed
 from o1lab.errors import EstimateError
 
-FEATURES = ("min margin", "max entropy", "min top-1")
+FEATURES = ("min margin", "max entropy", "min top-1", "max surprise")
 TINY = 1e-12
 
 
-def step_features(margins: Any, entropies: Any, ends: Sequence[int], top1: Any = None) -> np.ndarray:
-    """Features of each produced step from how sure the model was of its tokens: shape (steps, 2), or (steps, 3).
+def step_features(
+    margins: Any, entropies: Any, ends: Sequence[int], top1: Any = None, surprise: Any = None
+) -> np.ndarray:
+    """Features of each step from how sure the model was of its tokens: shape (steps, 2), (steps, 3) or (steps, 4).
 
     The smallest margin as it is, the greatest entropy as its logarithm, the smallest top-1 probability as its log-odds
-    (the last two spread out where a model is nearly sure): :data:`FEATURES`.
+    (these two spread out where a model is nearly sure), the greatest surprise as it is: :data:`FEATURES`. The last two
+    stand there only if they are given.
 
     Parameters
     ----------
     margins, entropies : array, shape (tokens,)
-        Of each token produced: top-1 minus top-2 logit, entropy of the softmax in nats.
+        Of each token: top-1 minus top-2 logit, entropy of the softmax in nats.
     ends : sequence of int
         For each step the number of tokens up to and with its last one, ascending.
     top1 : array, shape (tokens,), optional
         Probability of the likeliest token.
+    surprise : array, shape (tokens,), optional
+        ``-log p`` of the token that stands there, in nats.
 
     Raises
     ------
@@ -42,26 +47,27 @@ def step_features(margins: Any, entropies: Any, ends: Sequence[int], top1: Any =
     >>> step_features([9.0, 2.0, 8.0, 7.0], [0.01, 0.5, 0.02, 0.1], [2, 4]).round(2).tolist()
     [[2.0, -0.69], [7.0, -2.3]]
     """
-    ranges = {"margin": (margins, np.inf), "entropy": (entropies, np.inf), "top1": (top1, 1.0)}
-    values = {
-        name: (np.asarray(given, dtype=float), high) for name, (given, high) in ranges.items() if given is not None
-    }
-    shapes = [each.shape for each, _ in values.values()]
+    given = {"margin": margins, "entropy": entropies, "top1": top1, "surprise": surprise}
+    values = {name: np.asarray(each, dtype=float) for name, each in given.items() if each is not None}
+    shapes = [each.shape for each in values.values()]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise EstimateError(f"{', '.join(values)} have shapes {shapes}: give one number of each per token")
     stops = [int(end) for end in ends]
     if not stops or stops != sorted(set(stops)) or stops[0] < 1 or stops[-1] > shapes[0][0]:
         raise EstimateError(f"ends={list(ends)} are not ascending token counts from 1 to {shapes[0][0]}")
-    for name, (each, high) in values.items():
+    for name, each in values.items():
+        high = 1.0 if name == "top1" else np.inf
         wrong = each[~((each >= 0) & (each <= high))]
         if wrong.size:
             raise EstimateError(f"{name}={wrong[0]} is out of range: it lies from 0 to {high:g}")
-    starts = [0, *stops[:-1]]
-    margin, entropy, *sure = (each[: stops[-1]] for each, _ in values.values())
-    columns = [np.minimum.reduceat(margin, starts), np.log(np.maximum(np.maximum.reduceat(entropy, starts), TINY))]
-    for each in sure:
-        lowest = np.clip(np.minimum.reduceat(each, starts), TINY, 1 - TINY)
+    starts, seen = [0, *stops[:-1]], {name: each[: stops[-1]] for name, each in values.items()}
+    peak = np.maximum.reduceat(seen["entropy"], starts)
+    columns = [np.minimum.reduceat(seen["margin"], starts), np.log(np.maximum(peak, TINY))]
+    if top1 is not None:
+        lowest = np.clip(np.minimum.reduceat(seen["top1"], starts), TINY, 1 - TINY)
         columns.append(np.log(lowest / (1 - lowest)))
+    if surprise is not None:
+        columns.append(np.maximum.reduceat(seen["surprise"], starts))
     return np.column_stack(columns)
 
 
@@ -83,13 +89,13 @@ def step_ends(text: str, parsed: Parsed) -> list[int] | None:
 def line_ends(text: str, parsed: Parsed, tokenizer: Any, tokens: int) -> list[int] | None:
     """Tokens up to the end of each step of a chain in language, where each step is a line that begins with "Step".
 
-    ``None`` where the lines are not the steps that were read, or the text does not give the ``tokens`` again that it
-    was made of (an end mark more or less is no matter).
+    The line break belongs to the step before it: it says that the step is over. ``None`` where the lines are not the
+    steps that were read, or the text does not give the ``tokens`` again that it was made of (an end mark more or less
+    is no matter).
     """
-    starts = [
-        start for start, _ in tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
-    ]
-    lines = [match.end() for match in re.finditer(r"(?im)^\W*step\b.*$", text)]
+    coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = [start for start, _ in coded.offset_mapping]
+    lines = [match.end() for match in re.finditer(r"(?im)^\W*step\b.*\n?", text)]
     if not lines or len(lines) != len(parsed.steps) or abs(len(starts) - tokens) > 1:
         return None
     ends = [min(tokens, sum(start < end for start in starts)) for end in lines]

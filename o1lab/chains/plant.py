@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from o1lab.chains import problems
+from o1lab.chains import problems, render
 from o1lab.chains.chance import Chance
 from o1lab.chains.samples import FAMILIES, VARIANTS, Sample, Step
-from o1lab.errors import UnknownName
+from o1lab.errors import ChainError, UnknownName
 
 PLANTED = (
     "operand fetch", "operator fetch", "wrong result", "premise reuse", "label", "format", "stopped early", "ran over",
@@ -24,26 +24,49 @@ PLANTED = (
 )  # fmt: skip
 """``wrong result`` is any other state; by accident it may be one that a carry or an earlier state explains."""
 
+ALIKE = ("operand fetch", "operator fetch", "wrong result", "premise reuse", "label")
+"""Kinds that leave a chain its form: as many steps as the right one, each with all its parts."""
+RIGHT = "right"
+"""Kind of a chain without a fault."""
+
 
 class Planted(NamedTuple):
-    """A chain with one fault: the problem, its text, the step (1-based) and the kind that was planted."""
+    """A chain with one fault: the problem, its text, the step (1-based) and the kind that was planted.
+
+    Of a right chain the step is ``None`` and the kind :data:`RIGHT`.
+    """
 
     sample: Sample
     text: str
-    step: int
+    step: int | None
     kind: str
 
 
-def plant(sample: Sample, kind: str, step: int, chance: Chance) -> Planted | None:
+def plant(sample: Sample, kind: str, step: int, chance: Chance, style: str = "tokens") -> Planted | None:
     """Write the chain of ``sample`` with a fault at ``step``, right in itself after it; ``None`` if it cannot be there.
+
+    Parameters
+    ----------
+    sample : Sample
+    kind : str
+        One of :data:`PLANTED`; in language one of :data:`ALIKE`.
+    step : int
+        1-based.
+    chance : Chance
+    style : str
+        As in :func:`o1lab.chains.render.gold`.
 
     Raises
     ------
     UnknownName
-        No such kind.
+        No such kind or style.
+    ChainError
+        In language, a kind that changes the form of a chain.
     """
     if kind not in PLANTED:
         raise UnknownName("kind of planted fault", kind, PLANTED)
+    if style == "language" and kind not in ALIKE:
+        raise ChainError(f"a fault of kind {kind!r} is planted in tokens only; in language: {', '.join(ALIKE)}")
     gold, steps = sample.steps[step - 1], list(sample.steps)
     if kind == "stopped early":
         return Planted(sample, f"{_write(steps[: step - 1])} <eos>".strip(), step, kind)
@@ -65,7 +88,8 @@ def plant(sample: Sample, kind: str, step: int, chance: Chance) -> Planted | Non
     for later in steps[step:]:
         state = sample.apply(state, later.operator, later.operand)
         rest.append(replace(later, state=state))
-    return Planted(sample, f"{_write([*steps[: step - 1], wrong, *rest])} <eos>", step, kind)
+    made = replace(sample, steps=(*steps[: step - 1], wrong, *rest))
+    return Planted(sample, _whole(made, style, _premise(sample, wrong) if kind == "premise reuse" else {}), step, kind)
 
 
 def many(n: int, steps: int, seed: int = 0) -> list[Planted]:
@@ -84,6 +108,40 @@ def many(n: int, steps: int, seed: int = 0) -> list[Planted]:
         found += [made] if made else []
         number += 1
     return found
+
+
+def pairs(n: int, steps: int, seed: int = 0, style: str = "tokens") -> list[Planted]:
+    """``n`` problems of ``steps`` steps, the chain of each once right and once with a fault that keeps its form.
+
+    Variants take turns; the step and the kind (of :data:`ALIKE`) are drawn together, again where no such fault can be.
+    Those of a smaller ``n`` are the first of a greater one.
+
+    >>> right, faulty = pairs(1, 6, style="language")
+    >>> print(next(line for line in faulty.text.splitlines() if line not in right.text), "·", faulty.kind)
+    Step 479: 2 - 0 = 2 -> 18 · wrong result
+    """
+    variants = [(task, name) for task, names in VARIANTS.items() for name in names]
+    chance, found = Chance("o1lab pairs", steps, seed), []
+    for number in range(problems.whole("n", n, 1)):
+        task, variant = variants[number % len(variants)]
+        sample = problems.make(task, steps, 1, seed * 1_000_003 + number, variant=variant)[0]
+        made = None
+        while made is None:  # a label can be wrong anywhere, so this ends
+            made = plant(sample, chance.pick(ALIKE), 1 + chance.below(steps), chance, style)
+        found += [Planted(sample, _whole(sample, style), None, RIGHT), made]
+    return found
+
+
+def _whole(sample: Sample, style: str, premises: dict[int, str] | None = None) -> str:
+    """The chain of the steps of ``sample`` with its end."""
+    return render.gold(sample, style, premises) + (" <eos>" if style == "tokens" else "")
+
+
+def _premise(sample: Sample, wrong: Step) -> dict[int, str]:
+    """The earlier state that a step which misuses one was worked from."""
+    earlier = [sample.start, *(each.state for each in sample.steps[: wrong.index - 1])][:-1]
+    used = next(state for state in earlier if sample.apply(state, wrong.operator, wrong.operand) == wrong.state)
+    return {wrong.index: used}
 
 
 def _wrong(sample: Sample, kind: str, step: int, chance: Chance) -> Step | None:

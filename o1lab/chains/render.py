@@ -12,6 +12,7 @@ True
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from o1lab.chains import reading
@@ -61,13 +62,18 @@ def prompt(sample: Sample, style: str = "tokens") -> str:
     )
 
 
-def gold(sample: Sample, style: str = "tokens") -> str:
-    """The right chain as a model should write it; in language with the answer line, in tokens without ``<eos>``."""
+def gold(sample: Sample, style: str = "tokens", premises: Mapping[int, str] | None = None) -> str:
+    """The right chain as a model should write it; in language with the answer line, in tokens without ``<eos>``.
+
+    ``premises`` are states that single steps (1-based) are said to begin with, in place of the state before; only
+    language shows them.
+    """
     _known(style)
     if style == "tokens":
         return sample.gold
     family, before, lines = FAMILIES[sample.variant], sample.start, []
     for step in sample.steps:
+        before = (premises or {}).get(step.index, before)
         lines.append(f"Step {step.label}: {family.say_step(before, step.operator, step.operand, step.state)}")
         before = step.state
     return "\n".join([*lines, f"Answer: {family.say_state(sample.answer)}"])

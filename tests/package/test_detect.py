@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from statistics import NormalDist
 
 import numpy as np
 import pytest
+import torch
 
 from o1lab import chains, models
-from o1lab.chains import cosine, detect, render
+from o1lab.chains import cosine, detect, given, plant, render
 from o1lab.chains.cosine import compare_rules, cosine_rule, cosine_scores
 from o1lab.chains.detect import auroc, evaluate, fit
 from o1lab.chains.evaluate import judge
 from o1lab.chains.faults import localise
 from o1lab.chains.features import observations, step_ends, step_features
-from o1lab.errors import ChainError, EstimateError
+from o1lab.errors import ChainError, EstimateError, ModelError, UnknownName
 from o1lab.stats import proportion
 
 
@@ -246,6 +248,8 @@ def test_step_features_take_the_worst_token_of_each_step():
     made = step_features([5, 1, 4, 9], [0.1, 0.2, 0.7, 0.3], [1, 3], top1=[0.9, 0.5, 0.75, 0.1])
     np.testing.assert_allclose(made, [[5, math.log(0.1), math.log(9)], [1, math.log(0.7), 0]])
     assert np.isfinite(step_features([0.0], [0.0], [1], top1=[1.0])).all()
+    made = step_features([5, 1, 4, 9], [0.1, 0.2, 0.7, 0.3], [1, 3], surprise=[0.5, 3, 2, 8])
+    np.testing.assert_allclose(made, [[5, math.log(0.1), 0.5], [1, math.log(0.7), 3]])
 
 
 @pytest.mark.parametrize(
@@ -258,6 +262,7 @@ def test_step_features_take_the_worst_token_of_each_step():
         (([-1.0], [1.0], [1]), "margin=-1.0"),
         (([1.0], [math.nan], [1]), "entropy=nan"),
         (([1.0], [1.0], [1], [1.5]), "top1=1.5"),
+        (([1.0], [1.0], [1], None, [-0.5]), "surprise=-0.5"),
     ],
 )
 def test_features_of_nonsense_are_refused_by_name(arguments, named):
@@ -327,3 +332,148 @@ def test_observations_of_results():
     assert step_ends("", render.parse(samples[0], "")) is None
     with pytest.raises(EstimateError, match="keep scores"):
         observations(results[2:])
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """Random weights over the 256 bytes: a token a byte."""
+    return models.load("tiny", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def reasoner():
+    return models.load("reasoner", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def planted(reasoner):
+    """What the reasoner shows of 96 pairs of chains."""
+    return given.read(reasoner, plant.pairs(96, 8, 1), "tokens")
+
+
+def test_each_step_of_a_text_has_the_surprise_of_its_own_tokens(tiny):
+    texts = [text for text in plant.pairs(4, 2, style="language") if text.sample.variant != "hops"]
+    seen = given.read(tiny, texts)
+    assert (seen.texts, seen.left_out) == (texts, 0)
+    for text, rows in zip(texts, seen.features, strict=True):
+        before, chain = render.prompt(text.sample, "language").encode(), text.text.encode()
+        ids = tiny.tokenizer(before.decode() + chain.decode()).input_ids
+        assert len(ids) == len(before) + len(chain)
+        known = tiny.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        surprise = [-float(known[place - 1, ids[place]]) for place in range(len(before), len(ids))]
+        at = np.cumsum([0, *(len(line) for line in chain.splitlines(keepends=True))])  # the answer line is no step
+        assert rows[:, 2] == pytest.approx([max(surprise[a:b]) for a, b in zip(at[:-2], at[1:-1], strict=True)])
+
+
+def test_a_chat_template_frames_the_chain_as_the_answer(tiny, monkeypatch):
+    texts = plant.pairs(1, 2, style="language")
+    bare = given.read(tiny, texts).features
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    np.testing.assert_allclose(given.read(tiny, texts).features, bare)
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", "{% for m in messages %}Q {{ m.content }} A {% endfor %}")
+    assert not np.allclose(given.read(tiny, texts).features, bare)
+
+
+def test_right_and_faulty_texts_have_one_form():
+    for style in render.STYLES:
+        texts = plant.pairs(120, 5, 3, style)
+        for right, faulty in zip(texts[::2], texts[1::2], strict=True):
+            assert right.sample == faulty.sample
+            assert (right.step, right.kind, localise(right.sample, right.text, style)) == (None, plant.RIGHT, None)
+            assert localise(faulty.sample, faulty.text, style).step == faulty.step
+            assert len(right.text.splitlines()) == len(faulty.text.splitlines())
+            assert style == "language" or len(right.text.split()) == len(faulty.text.split())
+        assert {text.kind for text in texts} == {plant.RIGHT, *plant.ALIKE}
+    assert plant.pairs(3, 5, 3, "language") == texts[:6]
+    with pytest.raises(ChainError, match="'loop' is planted in tokens only"):
+        plant.plant(texts[0].sample, "loop", 3, chains.chance.Chance(0), "language")
+
+
+def test_a_misused_premise_is_shown_in_language():
+    reused = [text for text in plant.pairs(60, 5, 3, "language") if text.kind == "premise reuse"]
+    for text in reused:
+        if text.sample.task == "arithmetic":
+            fault = localise(text.sample, text.text, "language")
+            assert "premise reuse" in (fault.kind, *fault.also)
+            line = text.text.splitlines()[text.step - 1]
+            before = [text.sample.start, *(step.state for step in text.sample.steps[: text.step - 2])]
+            said = chains.samples.FAMILIES[text.sample.variant].say_state
+            assert line.split()[2] in {said(state) for state in before}
+
+
+def test_the_reasoner_is_surprised_by_planted_faults(planted):
+    found = detect.crossfit(planted.features, planted.first, problems=planted.problems)
+    assert found.given_faulty.low > 0.8
+    assert found.found.low > 0.8
+    assert found.alarms.high < 0.2
+    blind = detect.crossfit([rows[:, :2] for rows in planted.features], planted.first, problems=planted.problems)
+    assert blind.given_faulty.high < 0.5  # what stands there is not yet seen in margins and entropies
+
+
+def test_faults_dealt_to_other_chains_are_not_found(planted):
+    dealt = [planted.first[k] for k in np.random.default_rng(0).permutation(len(planted.first))]
+    control = detect.crossfit(planted.features, dealt, problems=planted.problems)
+    assert control.given_faulty.low < 1 / 8 < control.given_faulty.high + 0.05
+    assert control.auroc.low < 0.5 < control.auroc.high + 0.05
+
+
+def test_chains_of_one_family(planted):
+    hops = planted.of("hops")
+    assert len(hops.features) == len(hops.texts) == 48
+    assert {problem.split("-")[0] for problem in hops.problems} == {"hops"}
+
+
+def test_chains_with_logits_that_are_no_numbers_are_left_out_and_counted(tiny, monkeypatch):
+    texts, forward = plant.pairs(1, 2, style="language"), tiny.model.forward
+    calls = iter([math.nan, 0.0])
+
+    def spoiled(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits + next(calls, math.nan)
+        return out
+
+    monkeypatch.setattr(tiny.model, "forward", spoiled)
+    seen = given.read(tiny, texts)
+    assert (seen.left_out, seen.first) == (1, [texts[1].step])
+    with pytest.raises(EstimateError, match="no text has finite logits"):
+        given.read(tiny, texts)
+
+
+def test_texts_that_cannot_be_read_are_refused_by_name(tiny, reasoner, monkeypatch):
+    right, faulty = texts = plant.pairs(1, 2, style="language")
+    with pytest.raises(EstimateError, match="0 of 0 texts"):
+        given.read(tiny, [])
+    for some, named in (([right], "0 of 1"), ([faulty], "1 of 1")):
+        with pytest.raises(EstimateError, match=named):
+            given.read(tiny, some)
+    joined = faulty._replace(text=faulty.text.replace("\n", " "))
+    for wrong in (joined, faulty._replace(step=3), faulty._replace(text="")):
+        with pytest.raises(EstimateError, match="cannot be aligned"):
+            given.read(tiny, [right, wrong])
+    with pytest.raises(EstimateError, match="in the tokens of tiny"):
+        given.read(tiny, plant.pairs(1, 2), "tokens")
+    with pytest.raises(EstimateError, match="in the tokens of reasoner"):
+        given.read(reasoner, texts, "tokens")
+    with pytest.raises(UnknownName, match="verse"):
+        given.read(tiny, texts, "verse")
+    with pytest.raises(ModelError, match="does not fit"):
+        given.read(tiny, plant.pairs(1, 64, style="language"))
+
+
+def test_a_tokenizer_without_offsets_is_refused(tiny):
+    texts = plant.pairs(1, 2, style="language")
+
+    class Slow:
+        """Gives ids alone."""
+
+        chat_template = None
+
+        def __call__(self, text, return_offsets_mapping=False, **settings):
+            if return_offsets_mapping:
+                raise NotImplementedError("return_offset_mapping is not available")
+            return tiny.tokenizer(text, **settings)
+
+    with pytest.raises(EstimateError, match="gives no offsets"):
+        given.read(dataclasses.replace(tiny, tokenizer=Slow()), texts)
+    with pytest.raises(EstimateError, match="no tokenizer"):
+        given.read(dataclasses.replace(tiny, tokenizer=None), texts)
