@@ -20,7 +20,7 @@ from o1lab.attention.checks import Problem
 from o1lab.errors import CacheError
 from o1lab.kv.compiled import SIBLINGS, _joinable, _Joined
 from o1lab.kv.paged_cache import PagedCache
-from o1lab.kv.products import MOST_ROWS, Cuts, Scratch, cuts, product, rotate
+from o1lab.kv.products import MOST_ROWS, Cuts, Scratch, cuts, product, rotate, shared_bytes
 
 MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 STILL = ("default", "linear", "llama3", "yarn")
@@ -166,7 +166,8 @@ class KernelStep:
             weight: Tensor, norm: Any = None, gated: bool = False, bias: Tensor | None = None, kind: str = ""
         ) -> _Product:  # fmt: skip
             columns, inner = len(weight) // (2 if gated else 1), weight.shape[1]
-            shape = cuts(columns, inner, rows, gated, weight.element_size(), programs)
+            shape = cuts(columns, inner, rows, gated, weight.element_size(), programs, norm=norm is not None,
+                         shared=shared_bytes(device))  # fmt: skip
             if kind and kind not in buffers:
                 buffers[kind] = like.new_empty(rows, columns)
             scratch = Scratch.make(columns, rows, gated, shape, device)

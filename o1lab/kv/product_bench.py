@@ -24,7 +24,7 @@ from o1lab.attention.splits import multiprocessors
 from o1lab.ceilings import event_clock, rates
 from o1lab.errors import O1labError
 from o1lab.kv.decode_bench import SIZES
-from o1lab.kv.products import Cuts, Scratch, cuts, product
+from o1lab.kv.products import Cuts, Scratch, cuts, product, shared_bytes
 from o1lab.options import ended, new_file, whole
 from o1lab.stats import Estimate
 
@@ -146,11 +146,13 @@ def tune(
     if pool is not None:
         for done in [pool.submit(_compile, one, batch, shape, overlap) for shape in shapes]:
             done.exception()
+    from triton.errors import TritonError
+
     rows = []
     for shape in shapes:
         try:
             rows.append(measure(one, batch, str(shape), shape, overlap, device, copy, 0.05))
-        except RuntimeError as error:  # out of shared memory or registers
+        except (RuntimeError, TritonError) as error:  # out of shared memory or registers
             print(f"{shape}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
     return sorted(rows, key=lambda row: -row.rate)
 
@@ -178,7 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     pool = ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) if tuned else None
     try:
         for one, batch in itertools.product(of_model(options.model), options.batch):
-            shape = cuts(one.columns, one.inner, batch, one.gated, 2, multiprocessors(device))
+            shape = cuts(one.columns, one.inner, batch, one.gated, 2, multiprocessors(device), norm=one.norm,
+                         shared=shared_bytes(device))  # fmt: skip
             ways = [("torch, the bare product", None, False), (f"{shape} in turn", shape, False)]
             ways += [(f"{shape} overlapping", shape, True)] if able else []
             found = [measure(one, batch, *way, device, copy, 0.3) for way in ways]

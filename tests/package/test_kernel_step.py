@@ -271,7 +271,7 @@ SHAPES = {  # of a Llama with 16 layers of 2048, and SmolLM2
 def test_compiled_for_a_gpu_the_product_streams_spills_nothing_and_asks_before_it_waits(name, rows):
     pytest.importorskip("triton")
     columns, inner, gated, norm, add = SHAPES[name]
-    shape = cuts(columns, inner, rows, gated, 2, 132)
+    shape = cuts(columns, inner, rows, gated, 2, 132, norm=norm)
     found, ptx = compile_for(columns, inner, rows, gated=gated, norm=norm, add=add, shape=shape)
     assert found.spilled_bytes == 0
     assert found.programs_per_sm() >= 2
@@ -281,23 +281,38 @@ def test_compiled_for_a_gpu_the_product_streams_spills_nothing_and_asks_before_i
     assert not any(word in plain for word in ("prefetch.global", "griddepcontrol"))
 
 
-def compile_for(columns, inner, rows, *, gated, norm, add, shape, overlap=True):
+@pytest.mark.parametrize(("capability", "multiprocessors", "shared"), [(80, 108, 163 << 10), (89, 142, 99 << 10)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_product_stays_within_the_shared_memory_of_other_devices(capability, multiprocessors, shared, dtype, rows):
+    for name in ("uneven", "gated"):
+        columns, inner, gated, norm, add = SHAPES[name]
+        shape = cuts(columns, inner, rows, gated, dtype.itemsize, multiprocessors, norm=norm, shared=shared)
+        found, _ = compile_for(columns, inner, rows, gated=gated, norm=norm, add=add, shape=shape, overlap=False,
+                               dtype=dtype, capability=capability)  # fmt: skip
+        assert found.shared_bytes <= shared
+        assert found.spilled_bytes <= 16
+
+
+def compile_for(
+    columns, inner, rows, *, gated, norm, add, shape, overlap=True, dtype=torch.bfloat16, capability=90
+):  # fmt: skip
     import triton.language as tl
 
     from o1lab.kv import product_kernel
 
-    one, many = torch.empty(1, 1, dtype=torch.bfloat16), torch.empty(rows, inner, dtype=torch.bfloat16)
-    out, norm_or_not = torch.empty(rows, columns, dtype=torch.bfloat16), many if norm else None
+    one, many = torch.empty(1, 1, dtype=dtype), torch.empty(rows, inner, dtype=dtype)
+    out, norm_or_not = torch.empty(rows, columns, dtype=dtype), many if norm else None
+    name, dot = ("bf16", tl.bfloat16) if dtype == torch.bfloat16 else ("fp32", tl.float32)
     _, _, options = arguments(many, one, norm_or_not, 1e-5, None, out if add else None, gated, out, shape,
                               Scratch.make(1, 1, False, shape, one.device), overlap)  # fmt: skip
-    assert options.pop("DOT") == tl.bfloat16
+    assert options["DOT"] == dot
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
-    constants = options | {"DOT": tl.bfloat16}
-    pointers = dict.fromkeys(("x", "weight", "gain", "bias", "residual", "out"), "bf16")
+    pointers = dict.fromkeys(("x", "weight", "gain", "bias", "residual", "out"), name)
     pointers |= {"partials": "fp32", "squares": "fp32", "arrivals": "i32"}
     try:
         found, code = compiled(
-            product_kernel.product, constants, pointers, (*pointers, "x_row"), launch, epsilon="fp32"
+            product_kernel.product, options, pointers, (*pointers, "x_row"), launch, capability, epsilon="fp32"
         )
     except AttentionError as error:
         pytest.skip(str(error))
@@ -306,17 +321,19 @@ def compile_for(columns, inner, rows, *, gated, norm, add, shape, overlap=True):
 
 @given(
     st.integers(1, 200_000), st.integers(16, 30_000), st.integers(1, 64), st.booleans(), st.sampled_from([2, 4]),
-    st.integers(1, 200),
+    st.integers(1, 200), st.booleans(), st.sampled_from([64 << 10, 99 << 10, 163 << 10, 227 << 10]),
 )  # fmt: skip
-def test_every_product_has_a_shape_with_work_for_all_splits(columns, inner, rows, gated, itemsize, programs):
-    shape = cuts(columns, inner, rows, gated, itemsize, programs)
+def test_every_product_has_a_shape_with_work_for_all_splits(
+    columns, inner, rows, gated, itemsize, programs, norm, shared
+):  # fmt: skip
+    shape = cuts(columns, inner, rows, gated, itemsize, programs, norm=norm, shared=shared)
     assert shape.fits(inner)
     for size in (shape.block_n, shape.block_k):
         assert size >= 16
         assert size & (size - 1) == 0
     weights = shape.block_n * shape.block_k * itemsize * (2 if gated else 1)
     inputs = max(16, 1 << (rows - 1).bit_length()) * shape.block_k * itemsize
-    assert shape.stages * (weights + inputs) <= 227 << 10  # shared memory of a multiprocessor
+    assert shape.stages * (weights + inputs) <= shared
 
 
 def test_rotation_names_what_does_not_fit():
