@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import types
 
 import pytest
 import torch
@@ -43,7 +44,13 @@ MADE = {
     "wide heads": lambda: llama(head_dim=24, num_key_value_heads=4),
     "biases of q, k and v": lambda: copy.deepcopy(model_of("qwen2")),
     "mistral": mistral,
+    "layers in another order": lambda: reordered(llama()),
 }
+
+
+def reordered(model):
+    model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +227,53 @@ def test_what_a_kernel_step_does_not_run_is_refused(case):
     kept = PagedCache(model.config, pool, max_tokens=32, dtype=how.get("kept"))
     with kept as cache, pytest.raises(CacheError, match=words):
         DecodeLoop(model, cache, kernels=True)
+
+
+ALTERED = {
+    "a hook on a layer": lambda inner: inner.layers[0].register_forward_hook(lambda *_: None),
+    "a hook before a norm": lambda inner: inner.norm.register_forward_pre_hook(lambda *_: None),
+    "a norm of another class": lambda inner: setattr(inner, "norm", torch.nn.RMSNorm(64)),
+    "a forward of its own": lambda inner: setattr(inner.layers[1].mlp, "forward", torch.nn.Identity()),
+    "another activation": lambda inner: setattr(inner.layers[1].mlp, "act_fn", torch.nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("case", ALTERED)
+def test_what_the_step_would_pass_over_is_refused(case):
+    model = llama()
+    ALTERED[case](model.model)
+    kept, words = PagedCache(model.config, pool_of(model), max_tokens=32), "has hooks, a forward of its own, or another"
+    with kept as cache, pytest.raises(CacheError, match=words):
+        DecodeLoop(model, cache, kernels=True)
+
+
+def test_a_bias_in_k_only_is_refused_and_hidden_states_may_have_been_asked_for():
+    model, ids = llama(), prompts()["input_ids"]
+    model(ids, output_hidden_states=True)
+    with PagedCache(model.config, pool_of(model), max_tokens=32) as cache:
+        loop = DecodeLoop(model, cache, kernels=True)
+        loop.prefill(ids)
+        assert loop.step().shape == (3,)
+        cache.batch_select_indices([1])
+        with pytest.raises(CacheError, match="holds 1 sequences and is given 3"):
+            loop.step()
+        model.model.layers[0].self_attn.k_proj.bias = torch.nn.Parameter(torch.ones(32))
+        with pytest.raises(CacheError, match="some of Q, K and V"):
+            DecodeLoop(model, cache, kernels=True)
+
+
+def test_a_replay_does_not_read_where_weights_were():
+    model = llama()
+    with PagedCache(model.config, pool_of(model), max_tokens=32) as cache:
+        loop = DecodeLoop(model, cache, kernels=True)
+        loop.prefill(prompts()["input_ids"])
+        loop.graph = types.SimpleNamespace(replay=loop._body)  # as a CPU has none
+        loop.cache.advance = lambda count: None
+        loop.step()
+        model.double().float()
+        loop.graph.replay = pytest.fail
+        with pytest.raises(CacheError, match="moved or replaced"):
+            loop.step()
 
 
 def test_kernels_and_compiled_hooks_and_joined_projections():
