@@ -21,7 +21,7 @@ from o1lab.attention.checks import Problem
 from o1lab.errors import CacheError
 from o1lab.kv.compiled import SIBLINGS, _Joined
 from o1lab.kv.paged_cache import PagedCache
-from o1lab.kv.products import MOST_ROWS, Cuts, Scratch, cuts, product, rotate, shared_bytes
+from o1lab.kv.products import MOST_ROWS, Cuts, Scratch, cuts, product, rotate
 
 MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 STILL = ("default", "linear", "llama3", "yarn")
@@ -188,7 +188,7 @@ class KernelStep:
         ) -> _Product:  # fmt: skip
             columns, inner = len(weight) // (2 if gated else 1), weight.shape[1]
             shape = cuts(columns, inner, rows, gated, weight.element_size(), programs, norm=norm is not None,
-                         shared=shared_bytes(device))  # fmt: skip
+                         shared=splits.shared_bytes(device))  # fmt: skip
             if kind and kind not in buffers:
                 buffers[kind] = like.new_empty(rows, columns)
             scratch = Scratch.make(columns, rows, gated, shape, device)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from o1lab.attention.bench import copy_rate
-from o1lab.attention.splits import multiprocessors
+from o1lab.attention.splits import multiprocessors, shared_bytes
 from o1lab.ceilings import event_clock, rates
 from o1lab.errors import O1labError
 from o1lab.kv.decode_bench import SIZES
-from o1lab.kv.products import Cuts, Scratch, cuts, product, shared_bytes
+from o1lab.kv.products import Cuts, Scratch, cuts, product
 from o1lab.options import ended, new_file, whole
 from o1lab.stats import Estimate
 
@@ -146,14 +146,12 @@ def tune(
     if pool is not None:
         for done in [pool.submit(_compile, one, batch, shape, overlap) for shape in shapes]:
             done.exception()
-    from triton.errors import TritonError
-
     rows = []
     for shape in shapes:
         try:
             rows.append(measure(one, batch, str(shape), shape, overlap, device, copy, 0.05))
-        except (RuntimeError, TritonError) as error:  # out of shared memory or registers
-            print(f"{shape}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
+        except (RuntimeError, O1labError) as error:  # out of shared memory or registers
+            print(f"{shape}: {str(error).splitlines()[0][-80:]}", file=sys.stderr)
     return sorted(rows, key=lambda row: -row.rate)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,15 +17,13 @@ from torch.nn import functional
 
 from o1lab.attention import launch
 from o1lab.attention.pages import store
-from o1lab.attention.splits import multiprocessors, power_of_two
+from o1lab.attention.splits import SHARED_BYTES, multiprocessors, power_of_two, shared_bytes
 from o1lab.errors import CacheError
 
 MOST_ROWS = 64
 """Sequences that a kernel takes at once; the accumulators of more do not fit beside the pipeline."""
 AHEAD_BYTES = 64 << 10
 """Weights that a program asks for before it waits: all programs' together must stay in the second-level cache."""
-SHARED_BYTES = 227 << 10
-"""Shared memory that a program may have at compute capability 9.0; other devices have as little as 99 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +75,6 @@ def cuts(
     blocks = -(-columns // block_n)
     splits = max(1, min(round(programs / blocks), inner // (2 * block_k)))
     return Cuts(block_n, block_k, splits, 4, stages)
-
-
-@cache
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have on a device; for a CPU, that of compute capability 9.0."""
-    if device.type != "cuda":
-        return SHARED_BYTES
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -199,11 +188,16 @@ def arguments(
 
 
 def run(grid: tuple[int, int], given: list[Any], options: dict[str, Any]) -> Any:
-    """Launch the product; returns the compiled kernel (None if interpreted)."""
+    """Launch the product; returns the compiled kernel (None if interpreted). CacheError if it does not compile."""
+    from triton.errors import TritonError
+
     from o1lab.kv import product_kernel
 
-    with _on(given[0].device):
-        return product_kernel.product[grid](*given, **options)
+    try:
+        with _on(given[0].device):
+            return product_kernel.product[grid](*given, **options)
+    except TritonError as error:  # out of shared memory or registers, say
+        raise CacheError(f"the kernel does not run with {options}: {error}") from error
 
 
 def rotate(

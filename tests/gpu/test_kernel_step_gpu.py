@@ -66,7 +66,7 @@ def test_a_captured_step_of_kernels_gives_the_plain_tokens(kind):
         assert torch.allclose(same, logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("batch", [1, 5, 32])
+@pytest.mark.parametrize("batch", [1, 5, 32, 64])  # 64: products of another instruction (wgmma)
 def test_in_16_bits_it_is_as_near_to_the_exact_step_as_the_plain_one(batch):
     model = wide()
     ids = torch.randint(1, 32000, (batch, 90), generator=torch.Generator().manual_seed(0)).cuda()
@@ -110,7 +110,7 @@ def test_reserved_replays_allocate_nothing_and_wait_for_nothing():
         assert after["allocation.all.allocated"] == before["allocation.all.allocated"]
 
 
-@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("batch", [1, 32, 64])
 @pytest.mark.parametrize("index", range(4))
 def test_any_cut_of_a_product_gives_the_product(index, batch):
     one = of_model("llama")[index]

@@ -335,6 +335,20 @@ def test_compiled_for_a_gpu_the_product_streams_spills_nothing_and_asks_before_i
     assert not any(word in plain for word in ("prefetch.global", "griddepcontrol"))
 
 
+def test_a_kernel_that_does_not_fit_the_device_is_a_cache_error(monkeypatch):
+    pytest.importorskip("triton")
+    from triton.runtime.errors import OutOfResources
+
+    from o1lab.kv import product_kernel, products
+
+    def launch(*given, **options):
+        raise OutOfResources(131072, 101376, "shared memory")
+
+    monkeypatch.setattr(product_kernel, "product", {(1, 1): launch})
+    with pytest.raises(CacheError, match="out of resource: shared memory"):
+        products.run((1, 1), [torch.ones(1)], {"BLOCK_K": 512})
+
+
 @pytest.mark.parametrize(("capability", "multiprocessors", "shared"), [(80, 108, 163 << 10), (89, 142, 99 << 10)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [1, 64])
