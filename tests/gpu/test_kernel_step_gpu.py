@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -57,11 +58,11 @@ def ways():
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_captured_step_of_kernels_gives_the_plain_tokens(kind):
+def test_a_step_of_kernels_captured_or_not_gives_the_plain_tokens(kind):
     model, ids = small(kind), prompts()["input_ids"].cuda()
     fed, plain, logits = forced(model, ids, graph=False)
-    for how in ways():
-        _, found, same = forced(model, ids, fed, kernels=how)
+    for how, graph in itertools.product(ways(), (True, False)):
+        _, found, same = forced(model, ids, fed, kernels=how, graph=graph)
         assert torch.equal(found, plain)
         assert torch.allclose(same, logits, atol=1e-4)
 
