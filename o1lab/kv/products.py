@@ -68,10 +68,11 @@ def cuts(
     stages = 6 if norm and block_k > 256 else 4
     block_k = max(32, min(block_k, 256 if norm else 512, power_of_two(inner)))
     element = itemsize * (block_n * (2 if gated else 1) + max(16, power_of_two(rows)) + norm)  # of a stage's BLOCK_K
-    while stages * block_k * element > shared and stages > 3:
-        stages -= 1
-    while stages * block_k * element > shared and block_k > 32:
-        block_k //= 2
+    while stages * block_k * element > shared and (block_k > 32 or stages > 2):
+        if stages > 3 or block_k == 32:
+            stages -= 1
+        else:
+            block_k //= 2
     blocks = -(-columns // block_n)
     splits = max(1, min(round(programs / blocks), inner // (2 * block_k)))
     return Cuts(block_n, block_k, splits, 4, stages)

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from package.attention_fixture import interpreter
 from package.paged_fixture import SMALL, model_of, pool_of, prompts
@@ -391,6 +391,7 @@ def compile_for(
     st.integers(1, 200_000), st.integers(16, 30_000), st.integers(1, 64), st.booleans(), st.sampled_from([2, 4]),
     st.integers(1, 200), st.booleans(), st.sampled_from([64 << 10, 99 << 10, 163 << 10, 227 << 10]),
 )  # fmt: skip
+@example(100, 1000, 64, True, 4, 1, False, 64 << 10)
 def test_every_product_has_a_shape_with_work_for_all_splits(
     columns, inner, rows, gated, itemsize, programs, norm, shared
 ):  # fmt: skip
