@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from o1lab.attention.checks import AttentionError, Problem
-from o1lab.attention.splits import Blocks, Workspace, blocks, power_of_two
+from o1lab.attention.splits import Blocks, Workspace, blocks, power_of_two, shared_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +90,7 @@ def decode(
 
     from o1lab.attention import kernel
 
-    shape = shape or blocks(pages.element_size(), q.element_size(), sizes.head_dim)
+    shape = shape or blocks(pages.element_size(), q.element_size(), sizes.head_dim, shared_bytes(q.device))
     target = out
     if interpreted():  # its casts to bf16 cut bits off in place of rounding
         out = torch.full(target.shape, float("nan"))

@@ -29,19 +29,24 @@ class Blocks:
     stages: int
 
 
-def blocks(page_bytes: int, query_bytes: int, head_dim: int) -> Blocks:
+SHARED_BYTES = 227 << 10
+"""Shared memory that a program may have at compute capability 9.0; at 8.6 and 8.9 it is 99 KiB."""
+
+
+def blocks(page_bytes: int, query_bytes: int, head_dim: int, shared: int = SHARED_BYTES) -> Blocks:
     """Block sizes for the element sizes of pages and queries and a head dimension: by bytes in flight, not by tokens.
 
     A block of K and one of V are 16 KiB each for 2-byte pages (64 tokens of 128). fp32, whose products need registers,
     gets as many bytes in fewer tokens; int8, whose conversion does, fewer bytes and more stages. Compiled for compute
     capability 9.0 with up to 16 query heads per KV head none of these spills, save fp32 on int8 at heads of 256 (72 B).
+    Where a program may have less ``shared`` memory the pipeline has a stage less.
     """
     block_d = power_of_two(max(head_dim, 16))
     if page_bytes == 1:
         return Blocks(max(16, (2048 if query_bytes == 4 else 4096) // block_d), 4, 5)
     if query_bytes == 4:
         return Blocks(max(16, 4096 // block_d), 8, 3)
-    return Blocks(max(16, 8192 // block_d), 4, 4)
+    return Blocks(max(16, 8192 // block_d), 4, 4 if shared >= 106 << 10 else 3)
 
 
 def power_of_two(number: int) -> int:
@@ -106,6 +111,16 @@ def multiprocessors(device: object) -> int:
     if torch.device(device).type == "cpu":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_bytes(device: object) -> int:
+    """Shared memory that a program may have on a device; for a CPU, that of compute capability 9.0."""
+    import torch
+
+    if torch.device(device).type == "cpu":
+        return SHARED_BYTES
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10)
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,8 @@ class DecodeLoop:
                 self.cache.crop(before - self.cache.length)
                 raise
         else:
+            if self._kernels is not None:
+                self._kernels.check(named=False)  # a replay would read where the weights were
             self.graph.replay()
             self.cache.advance(1)
         return self.ids[:, 0]

@@ -1,4 +1,4 @@
-"""A decode step of Llama-like models in eight kernels a layer: ``DecodeLoop(model, cache, kernels=True)``.
+"""A decode step of Llama-like models in seven kernels a layer: ``DecodeLoop(model, cache, kernels=True)``.
 
 A layer is: norm with Q, K and V in one product; rotation and append; attention over the pages, and the merge of its
 splits; output product and residual sum; norm with gate, up and SiLU in one product; down product and residual sum. What
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM
+from transformers.activations import ACT2FN
 
 from o1lab.attention import Workspace, launch, paged_decode, splits
 from o1lab.attention.checks import Problem
 from o1lab.errors import CacheError
-from o1lab.kv.compiled import SIBLINGS, _joinable, _Joined
+from o1lab.kv.compiled import SIBLINGS, _Joined
 from o1lab.kv.paged_cache import PagedCache
 from o1lab.kv.products import MOST_ROWS, Cuts, Scratch, cuts, product, rotate
 
@@ -58,18 +59,32 @@ def unsupported(model: Any, cache: PagedCache) -> str:
     kinds = {(weight.dtype, weight.device) for weight in weights}
     if len(kinds) > 1 or weights[0].dtype not in (torch.float32, torch.bfloat16):
         return f"weights are of {sorted(map(str, kinds))}: one device, float32 or bfloat16"
-    plain = [module for layer in model.model.layers for module in _linear(layer)] + [model.lm_head]
-    if odd := [module for module in plain if not _joinable(module)]:
-        return f"a {type(odd[0]).__name__} with hooks, a forward of its own, or of another class than nn.Linear"
+    if odd := _altered(model):
+        return f"{odd} has hooks, a forward of its own, or another class than the model gave it"
+    for layer in model.model.layers:
+        if len({getattr(layer.self_attn, name).bias is None for name in SIBLINGS[0]}) > 1:
+            return "a bias in some of Q, K and V only"
     without = [layer.self_attn.o_proj for layer in model.model.layers] + [model.lm_head]
     without += [part for layer in model.model.layers for part in (layer.mlp.gate_proj, layer.mlp.up_proj,
                                                                   layer.mlp.down_proj)]  # fmt: skip
     return "a bias outside of Q, K and V" if any(module.bias is not None for module in without) else ""
 
 
-def _linear(layer: Any) -> list[nn.Linear]:
-    attention, mlp = layer.self_attn, layer.mlp
-    return [getattr(attention, f"{name}_proj") for name in "qkvo"] + [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+def _altered(model: Any) -> str:
+    """The first module that the step would not call and whose work is not the model's own, or an empty string.
+
+    Hooks by which transformers collects hidden states do nothing here and stay where they were once asked for.
+    """
+    home, plain = type(model).__module__, (nn.Linear, nn.ModuleList, type(ACT2FN["silu"]))
+    for name, module in model.named_modules():
+        if name in ("model.embed_tokens", "model.rotary_emb"):  # these are called
+            continue
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        hooks = [hook for hook in hooks if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"]
+        own = type(module).__module__ == home or type(module) in plain
+        if not own or hooks or "forward" in vars(module):
+            return f"{name or 'the model'} ({type(module).__name__})"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +109,7 @@ class KernelStep:
 
     It counts and writes one token, on the device only. Call ``cache.reserve(1)`` before and ``cache.advance(1)`` after.
     Q, K and V become parts of one tensor, gate and up of another: the weights keep their names and take no more memory.
+    New values may be copied into them. A hook put on later is not called.
 
     Parameters
     ----------
@@ -104,7 +120,7 @@ class KernelStep:
     ------
     CacheError
         A model or cache that it does not run (:func:`unsupported` says why), more than 64 sequences on a GPU, weights
-        that were moved or replaced since.
+        that were moved or replaced since. Replays of a graph see only the moved ones, and keep reading the replaced.
     """
 
     def __init__(self, model: Any, cache: PagedCache, overlap: bool | None = None) -> None:
@@ -116,15 +132,17 @@ class KernelStep:
             raise CacheError(f"overlap=True on {device}: programmatic launches need compute capability 9.0")
         self.model, self.cache, self.overlap = model, cache, able if overlap is None else overlap
         self._joined = [_whole(layer) for layer in model.model.layers]
-        self._places = self._addresses()
+        self._weights = list(model.parameters())
+        self._places = [weight.data_ptr() for weight in self._weights]
         self._made: dict[int, Any] = {}
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, ids: Tensor, logits: Tensor) -> None:
         """One step; ``logits`` and ``ids`` are written last, with nothing between that could fail."""
-        if self._addresses() != self._places:
-            raise CacheError("a weight was moved or replaced since this loop was made: make another one")
+        self.check()
         model, cache, rows = self.model, self.cache, len(ids)
+        if rows != cache.batch_size:
+            raise CacheError(f"the cache holds {cache.batch_size} sequences and is given {rows}: reset or select first")
         if rows not in self._made:
             self._made[rows] = self._make(rows)
         layers, last, attend, queries = self._made[rows]
@@ -133,7 +151,7 @@ class KernelStep:
         lengths.add_(1)
         hidden = model.model.embed_tokens(ids[:, 0])
         for index, (qkv, output, gated, down) in enumerate(layers):
-            kv = cache.paged(index)
+            kv = cache.paged(model.model.layers[index].self_attn.layer_idx)
             given = (kv.pages, kv.block_table, lengths)
             rotate(qkv(hidden), cosines, sines, *given, heads, out=queries, overlap=self.overlap)
             mixed = attend(queries, given, model.model.layers[index].self_attn.scaling)
@@ -141,8 +159,11 @@ class KernelStep:
             hidden = down(gated(hidden), hidden)
         torch.argmax(last(hidden, out=logits), -1, keepdim=True, out=ids)
 
-    def _addresses(self) -> list[int]:
-        return [weight.data_ptr() for weight in self.model.parameters()]
+    def check(self, *, named: bool = True) -> None:
+        """CacheError if a weight was moved, or, if ``named``, another parameter stands where it was: that is slower."""
+        weights = list(self.model.parameters()) if named else self._weights
+        if [weight.data_ptr() for weight in weights] != self._places:
+            raise CacheError("a weight was moved or replaced since this loop was made: make another one")
 
     def _turns(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines by position, as the model's own embedding makes them."""
@@ -166,7 +187,8 @@ class KernelStep:
             weight: Tensor, norm: Any = None, gated: bool = False, bias: Tensor | None = None, kind: str = ""
         ) -> _Product:  # fmt: skip
             columns, inner = len(weight) // (2 if gated else 1), weight.shape[1]
-            shape = cuts(columns, inner, rows, gated, weight.element_size(), programs)
+            shape = cuts(columns, inner, rows, gated, weight.element_size(), programs, norm=norm is not None,
+                         shared=splits.shared_bytes(device))  # fmt: skip
             if kind and kind not in buffers:
                 buffers[kind] = like.new_empty(rows, columns)
             scratch = Scratch.make(columns, rows, gated, shape, device)

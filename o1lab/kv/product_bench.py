@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from o1lab.attention.bench import copy_rate
-from o1lab.attention.splits import multiprocessors
+from o1lab.attention.splits import multiprocessors, shared_bytes
 from o1lab.ceilings import event_clock, rates
 from o1lab.errors import O1labError
 from o1lab.kv.decode_bench import SIZES
@@ -150,8 +150,8 @@ def tune(
     for shape in shapes:
         try:
             rows.append(measure(one, batch, str(shape), shape, overlap, device, copy, 0.05))
-        except RuntimeError as error:  # out of shared memory or registers
-            print(f"{shape}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
+        except (RuntimeError, O1labError) as error:  # out of shared memory or registers
+            print(f"{shape}: {str(error).splitlines()[0][-80:]}", file=sys.stderr)
     return sorted(rows, key=lambda row: -row.rate)
 
 
@@ -178,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     pool = ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) if tuned else None
     try:
         for one, batch in itertools.product(of_model(options.model), options.batch):
-            shape = cuts(one.columns, one.inner, batch, one.gated, 2, multiprocessors(device))
+            shape = cuts(one.columns, one.inner, batch, one.gated, 2, multiprocessors(device), norm=one.norm,
+                         shared=shared_bytes(device))  # fmt: skip
             ways = [("torch, the bare product", None, False), (f"{shape} in turn", shape, False)]
             ways += [(f"{shape} overlapping", shape, True)] if able else []
             found = [measure(one, batch, *way, device, copy, 0.3) for way in ways]

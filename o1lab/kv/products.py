@@ -7,6 +7,7 @@ is the same in plain torch. :func:`rotate` turns queries and keys and writes key
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from o1lab.attention import launch
 from o1lab.attention.pages import store
-from o1lab.attention.splits import multiprocessors, power_of_two
+from o1lab.attention.splits import SHARED_BYTES, multiprocessors, power_of_two, shared_bytes
 from o1lab.errors import CacheError
 
 MOST_ROWS = 64
@@ -40,11 +41,16 @@ class Cuts:
         return self.splits <= -(-inner // self.block_k)
 
 
-def cuts(columns: int, inner: int, rows: int, gated: bool, itemsize: int, programs: int) -> Cuts:
+def cuts(
+    columns: int, inner: int, rows: int, gated: bool, itemsize: int, programs: int, *, norm: bool = False,
+    shared: int = SHARED_BYTES,
+) -> Cuts:  # fmt: skip
     """The shape for a product: the largest block of weight rows, and splits, that give ``programs`` work each.
 
     Untimed: chosen so that a program has 16 KiB of weights in a stage of its pipeline. With many rows the inputs are
-    read again by every block of columns, so blocks are larger then and the inner dimension is split instead.
+    read again by every block of columns, so blocks are larger then and the inner dimension is split instead. With
+    ``norm`` a block of inputs passes through registers in float32: a longer one than 256 spills. ``shared`` are the
+    bytes of shared memory that a program may have.
 
     Examples
     --------
@@ -52,15 +58,29 @@ def cuts(columns: int, inner: int, rows: int, gated: bool, itemsize: int, progra
     Cuts(block_n=16, block_k=512, splits=1, warps=4, stages=4)
     >>> cuts(2048, 8192, 32, False, 2, 132)
     Cuts(block_n=64, block_k=128, splits=4, warps=4, stages=4)
+    >>> cuts(2048, 8192, 1, False, 2, 132, shared=99 << 10)
+    Cuts(block_n=16, block_k=512, splits=1, warps=4, stages=3)
     """
     least = 16 if rows <= 16 else 64
     block_n = next((size for size in (64, 32, 16) if -(-columns // size) >= 0.9 * programs), least)
     block_n = max(block_n, least)
     block_k = 16384 // itemsize // block_n // (2 if gated else 1)
-    block_k = max(32, min(block_k, 512, power_of_two(inner)))
+    stages = 6 if norm and block_k > 256 else 4
+    block_k = max(32, min(block_k, 256 if norm else 512, power_of_two(inner)))
+    element = itemsize * (block_n * (2 if gated else 1) + max(16, power_of_two(rows)) + norm)  # of a stage's BLOCK_K
+    while stages * block_k * element > shared and (block_k > 32 or stages > 2):
+        if stages > 3 or block_k == 32:
+            stages -= 1
+        else:
+            block_k //= 2
     blocks = -(-columns // block_n)
     splits = max(1, min(round(programs / blocks), inner // (2 * block_k)))
-    return Cuts(block_n, block_k, splits, 4, 4)
+    return Cuts(block_n, block_k, splits, 4, stages)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever its tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -124,7 +144,8 @@ def product(
         raise CacheError(f"x is {tuple(x.shape)} {x.dtype} with strides {x.stride()}: the kernel takes at most "
                          f"{MOST_ROWS} contiguous rows of float32 or bfloat16")  # fmt: skip
     inner = x.shape[1]
-    shape = shape or cuts(columns, inner, len(x), gated, weight.element_size(), multiprocessors(x.device))
+    shape = shape or cuts(columns, inner, len(x), gated, weight.element_size(), multiprocessors(x.device),
+                          norm=gain is not None, shared=shared_bytes(x.device))  # fmt: skip
     if not shape.fits(inner):
         raise CacheError(f"{shape}: more splits than blocks of {inner} inner elements")
     scratch = scratch or Scratch.make(columns, len(x), gated, shape, x.device)
@@ -168,10 +189,16 @@ def arguments(
 
 
 def run(grid: tuple[int, int], given: list[Any], options: dict[str, Any]) -> Any:
-    """Launch the product; returns the compiled kernel (None if interpreted)."""
+    """Launch the product; returns the compiled kernel (None if interpreted). CacheError if it does not compile."""
+    from triton.errors import TritonError
+
     from o1lab.kv import product_kernel
 
-    return product_kernel.product[grid](*given, **options)
+    try:
+        with _on(given[0].device):
+            return product_kernel.product[grid](*given, **options)
+    except TritonError as error:  # out of shared memory or registers, say
+        raise CacheError(f"the kernel does not run with {options}: {error}") from error
 
 
 def rotate(
@@ -215,10 +242,12 @@ def rotate(
     from o1lab.kv import product_kernel
 
     options = {"launch_pdl": True} if overlap else {}
-    product_kernel.rotate[(heads + 2 * kv_heads, len(qkv))](
-        qkv, cosines, sines, pages, block_table, lengths, queries, *pages.stride()[:4], block_table.stride(0), Q=heads,
-        KV=kv_heads, T=tokens, D=width, HALF_2=power_of_two(width // 2), OVERLAP=overlap, num_warps=1, **options,
-    )  # fmt: skip
+    with _on(qkv.device):
+        product_kernel.rotate[(heads + 2 * kv_heads, len(qkv))](
+            qkv, cosines, sines, pages, block_table, lengths, queries, *pages.stride()[:4], block_table.stride(0),
+            Q=heads, KV=kv_heads, T=tokens, D=width, HALF_2=power_of_two(width // 2), OVERLAP=overlap, num_warps=1,
+            **options,
+        )  # fmt: skip
     return queries
 
 

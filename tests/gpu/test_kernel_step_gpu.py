@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -57,16 +58,16 @@ def ways():
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_captured_step_of_kernels_gives_the_plain_tokens(kind):
+def test_a_step_of_kernels_captured_or_not_gives_the_plain_tokens(kind):
     model, ids = small(kind), prompts()["input_ids"].cuda()
     fed, plain, logits = forced(model, ids, graph=False)
-    for how in ways():
-        _, found, same = forced(model, ids, fed, kernels=how)
+    for how, graph in itertools.product(ways(), (True, False)):
+        _, found, same = forced(model, ids, fed, kernels=how, graph=graph)
         assert torch.equal(found, plain)
         assert torch.allclose(same, logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("batch", [1, 5, 32])
+@pytest.mark.parametrize("batch", [1, 5, 32, 64])  # 64: products of another instruction (wgmma)
 def test_in_16_bits_it_is_as_near_to_the_exact_step_as_the_plain_one(batch):
     model = wide()
     ids = torch.randint(1, 32000, (batch, 90), generator=torch.Generator().manual_seed(0)).cuda()
@@ -110,7 +111,7 @@ def test_reserved_replays_allocate_nothing_and_wait_for_nothing():
         assert after["allocation.all.allocated"] == before["allocation.all.allocated"]
 
 
-@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("batch", [1, 32, 64])
 @pytest.mark.parametrize("index", range(4))
 def test_any_cut_of_a_product_gives_the_product(index, batch):
     one = of_model("llama")[index]

@@ -10,7 +10,7 @@ from package.attention_fixture import appended, interpreter, make, oracle, rms, 
 
 from o1lab.attention.checks import AttentionError
 from o1lab.attention.resources import compile_for
-from o1lab.attention.splits import Blocks
+from o1lab.attention.splits import Blocks, blocks
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +154,20 @@ def test_compiled_for_hopper_it_spills_nothing_and_two_warps_fit(options):
     assert found.spilled_bytes == 0
     assert found.programs_per_sm() >= 2
     assert found.warps_per_sm() >= 8
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("splits", [1, 6])
+def test_with_less_shared_memory_the_kernel_takes_less(head_dim, splits):
+    """Compute capability 8.6 and 8.9 give a program 99 KiB."""
+    pytest.importorskip("triton")
+    shape = blocks(2, 2, head_dim, 99 << 10)
+    try:
+        found = compile_for(89, head_dim=head_dim, splits=splits, shape=shape)
+    except AttentionError as error:
+        pytest.skip(str(error))
+    assert found.shared_bytes <= 99 << 10
+    assert found.spilled_bytes == 0
 
 
 def test_stages_deepen_the_pipeline():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import types
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from package.attention_fixture import interpreter
 from package.paged_fixture import SMALL, model_of, pool_of, prompts
@@ -43,7 +44,13 @@ MADE = {
     "wide heads": lambda: llama(head_dim=24, num_key_value_heads=4),
     "biases of q, k and v": lambda: copy.deepcopy(model_of("qwen2")),
     "mistral": mistral,
+    "layers in another order": lambda: reordered(llama()),
 }
+
+
+def reordered(model):
+    model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +229,53 @@ def test_what_a_kernel_step_does_not_run_is_refused(case):
         DecodeLoop(model, cache, kernels=True)
 
 
+ALTERED = {
+    "a hook on a layer": lambda inner: inner.layers[0].register_forward_hook(lambda *_: None),
+    "a hook before a norm": lambda inner: inner.norm.register_forward_pre_hook(lambda *_: None),
+    "a norm of another class": lambda inner: setattr(inner, "norm", torch.nn.RMSNorm(64)),
+    "a forward of its own": lambda inner: setattr(inner.layers[1].mlp, "forward", torch.nn.Identity()),
+    "another activation": lambda inner: setattr(inner.layers[1].mlp, "act_fn", torch.nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("case", ALTERED)
+def test_what_the_step_would_pass_over_is_refused(case):
+    model = llama()
+    ALTERED[case](model.model)
+    kept, words = PagedCache(model.config, pool_of(model), max_tokens=32), "has hooks, a forward of its own, or another"
+    with kept as cache, pytest.raises(CacheError, match=words):
+        DecodeLoop(model, cache, kernels=True)
+
+
+def test_a_bias_in_k_only_is_refused_and_hidden_states_may_have_been_asked_for():
+    model, ids = llama(), prompts()["input_ids"]
+    model(ids, output_hidden_states=True)
+    with PagedCache(model.config, pool_of(model), max_tokens=32) as cache:
+        loop = DecodeLoop(model, cache, kernels=True)
+        loop.prefill(ids)
+        assert loop.step().shape == (3,)
+        cache.batch_select_indices([1])
+        with pytest.raises(CacheError, match="holds 1 sequences and is given 3"):
+            loop.step()
+        model.model.layers[0].self_attn.k_proj.bias = torch.nn.Parameter(torch.ones(32))
+        with pytest.raises(CacheError, match="some of Q, K and V"):
+            DecodeLoop(model, cache, kernels=True)
+
+
+def test_a_replay_does_not_read_where_weights_were():
+    model = llama()
+    with PagedCache(model.config, pool_of(model), max_tokens=32) as cache:
+        loop = DecodeLoop(model, cache, kernels=True)
+        loop.prefill(prompts()["input_ids"])
+        loop.graph = types.SimpleNamespace(replay=loop._body)  # as a CPU has none
+        loop.cache.advance = lambda count: None
+        loop.step()
+        model.double().float()
+        loop.graph.replay = pytest.fail
+        with pytest.raises(CacheError, match="moved or replaced"):
+            loop.step()
+
+
 def test_kernels_and_compiled_hooks_and_joined_projections():
     model = llama()
     with PagedCache(model.config, pool_of(model), max_tokens=32) as cache:
@@ -271,7 +325,7 @@ SHAPES = {  # of a Llama with 16 layers of 2048, and SmolLM2
 def test_compiled_for_a_gpu_the_product_streams_spills_nothing_and_asks_before_it_waits(name, rows):
     pytest.importorskip("triton")
     columns, inner, gated, norm, add = SHAPES[name]
-    shape = cuts(columns, inner, rows, gated, 2, 132)
+    shape = cuts(columns, inner, rows, gated, 2, 132, norm=norm)
     found, ptx = compile_for(columns, inner, rows, gated=gated, norm=norm, add=add, shape=shape)
     assert found.spilled_bytes == 0
     assert found.programs_per_sm() >= 2
@@ -281,23 +335,52 @@ def test_compiled_for_a_gpu_the_product_streams_spills_nothing_and_asks_before_i
     assert not any(word in plain for word in ("prefetch.global", "griddepcontrol"))
 
 
-def compile_for(columns, inner, rows, *, gated, norm, add, shape, overlap=True):
+def test_a_kernel_that_does_not_fit_the_device_is_a_cache_error(monkeypatch):
+    pytest.importorskip("triton")
+    from triton.runtime.errors import OutOfResources
+
+    from o1lab.kv import product_kernel, products
+
+    def launch(*given, **options):
+        raise OutOfResources(131072, 101376, "shared memory")
+
+    monkeypatch.setattr(product_kernel, "product", {(1, 1): launch})
+    with pytest.raises(CacheError, match="out of resource: shared memory"):
+        products.run((1, 1), [torch.ones(1)], {"BLOCK_K": 512})
+
+
+@pytest.mark.parametrize(("capability", "multiprocessors", "shared"), [(80, 108, 163 << 10), (89, 142, 99 << 10)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_product_stays_within_the_shared_memory_of_other_devices(capability, multiprocessors, shared, dtype, rows):
+    for name in ("uneven", "gated"):
+        columns, inner, gated, norm, add = SHAPES[name]
+        shape = cuts(columns, inner, rows, gated, dtype.itemsize, multiprocessors, norm=norm, shared=shared)
+        found, _ = compile_for(columns, inner, rows, gated=gated, norm=norm, add=add, shape=shape, overlap=False,
+                               dtype=dtype, capability=capability)  # fmt: skip
+        assert found.shared_bytes <= shared
+        assert found.spilled_bytes <= 16
+
+
+def compile_for(
+    columns, inner, rows, *, gated, norm, add, shape, overlap=True, dtype=torch.bfloat16, capability=90
+):  # fmt: skip
     import triton.language as tl
 
     from o1lab.kv import product_kernel
 
-    one, many = torch.empty(1, 1, dtype=torch.bfloat16), torch.empty(rows, inner, dtype=torch.bfloat16)
-    out, norm_or_not = torch.empty(rows, columns, dtype=torch.bfloat16), many if norm else None
+    one, many = torch.empty(1, 1, dtype=dtype), torch.empty(rows, inner, dtype=dtype)
+    out, norm_or_not = torch.empty(rows, columns, dtype=dtype), many if norm else None
+    name, dot = ("bf16", tl.bfloat16) if dtype == torch.bfloat16 else ("fp32", tl.float32)
     _, _, options = arguments(many, one, norm_or_not, 1e-5, None, out if add else None, gated, out, shape,
                               Scratch.make(1, 1, False, shape, one.device), overlap)  # fmt: skip
-    assert options.pop("DOT") == tl.bfloat16
+    assert options["DOT"] == dot
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
-    constants = options | {"DOT": tl.bfloat16}
-    pointers = dict.fromkeys(("x", "weight", "gain", "bias", "residual", "out"), "bf16")
+    pointers = dict.fromkeys(("x", "weight", "gain", "bias", "residual", "out"), name)
     pointers |= {"partials": "fp32", "squares": "fp32", "arrivals": "i32"}
     try:
         found, code = compiled(
-            product_kernel.product, constants, pointers, (*pointers, "x_row"), launch, epsilon="fp32"
+            product_kernel.product, options, pointers, (*pointers, "x_row"), launch, capability, epsilon="fp32"
         )
     except AttentionError as error:
         pytest.skip(str(error))
@@ -306,17 +389,20 @@ def compile_for(columns, inner, rows, *, gated, norm, add, shape, overlap=True):
 
 @given(
     st.integers(1, 200_000), st.integers(16, 30_000), st.integers(1, 64), st.booleans(), st.sampled_from([2, 4]),
-    st.integers(1, 200),
+    st.integers(1, 200), st.booleans(), st.sampled_from([64 << 10, 99 << 10, 163 << 10, 227 << 10]),
 )  # fmt: skip
-def test_every_product_has_a_shape_with_work_for_all_splits(columns, inner, rows, gated, itemsize, programs):
-    shape = cuts(columns, inner, rows, gated, itemsize, programs)
+@example(100, 1000, 64, True, 4, 1, False, 64 << 10)
+def test_every_product_has_a_shape_with_work_for_all_splits(
+    columns, inner, rows, gated, itemsize, programs, norm, shared
+):  # fmt: skip
+    shape = cuts(columns, inner, rows, gated, itemsize, programs, norm=norm, shared=shared)
     assert shape.fits(inner)
     for size in (shape.block_n, shape.block_k):
         assert size >= 16
         assert size & (size - 1) == 0
     weights = shape.block_n * shape.block_k * itemsize * (2 if gated else 1)
     inputs = max(16, 1 << (rows - 1).bit_length()) * shape.block_k * itemsize
-    assert shape.stages * (weights + inputs) <= 227 << 10  # shared memory of a multiprocessor
+    assert shape.stages * (weights + inputs) <= shared
 
 
 def test_rotation_names_what_does_not_fit():

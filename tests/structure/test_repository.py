@@ -29,7 +29,7 @@ MODULE_LINES, MODULE_WARNING = 400, 300
 # leak lab outgrew that (LOG.md, "What size costs"), so each part now has a ceiling of its own, and growth is seen.
 CODE_LINES = {
     "": 4200, "models": 2400, "memory": 7300, "memory/catalogue": 1200, "memory/rivals": 740,
-    "chains": 3240, "decoding": 1620, "kv": 5300, "attention": 1575,
+    "chains": 3240, "decoding": 1620, "kv": 5330, "attention": 1580,
 }  # fmt: skip
 APART = ("native", "gym", "rivals")  # extras that `make` does not install: one vendor's tracer, other people's tools
 SOURCES = sorted(paths.PACKAGE.rglob("*.py"))
