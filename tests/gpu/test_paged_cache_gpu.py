@@ -118,11 +118,11 @@ def test_a_compiled_step_of_16_bits_is_as_near_to_the_exact_one_as_the_plain_one
     assert distance <= 1.5 * most
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_reserved_replays_allocate_nothing_and_wait_for_nothing(compiled):
+@pytest.mark.parametrize("how", [{}, {"compiled": True}, {"kernels": True}], ids=str)
+def test_reserved_replays_allocate_nothing_and_wait_for_nothing(how):
     model = on_gpu("llama")
     with PagedCache(model.config, pool_of(model), max_tokens=120) as cache:
-        loop = DecodeLoop(model, cache, compiled=compiled)
+        loop = DecodeLoop(model, cache, **how)
         loop.prefill(moved()["input_ids"])
         for _ in range(3):
             loop.step()
