@@ -36,7 +36,7 @@ def workspace(q: Tensor, pages: Tensor, block_table: Tensor, *, splits: int | No
 def paged_decode(
     q: Tensor, pages: Tensor, block_table: Tensor, lengths: Tensor, *, scale: float | None = None,
     bias: Tensor | None = None, scales: Tensor | None = None, body: str = "auto", out: Tensor | None = None,
-    workspace: Workspace | None = None, fused: bool = False, check: bool | None = None,
+    workspace: Workspace | None = None, fused: bool = False, check: bool | None = None, overlap: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token per sequence over keys and values in pages. For inference: the kernel has no gradient.
 
@@ -70,6 +70,8 @@ def paged_decode(
     check : bool, optional
         Whether to look at lengths and page numbers. By default on a CPU only: on a GPU it waits for the stream.
         Without it, a wrong number reads memory that is not the pool's. A table of another pool cannot be told.
+    overlap : bool
+        Launch the kernel while the one before it still runs; on compute capability 9.0 and newer.
 
     Returns
     -------
@@ -113,17 +115,12 @@ def paged_decode(
         number = splits.choose(sizes, pages.element_size(), q.element_size(), splits.multiprocessors(q.device))
         workspace = Workspace.make(sizes, number, q.device)
     workspace.check(sizes, q.device)
-    answer = _new(q) if out is None else out
+    answer = q.new_empty(q.shape) if out is None else out
     if not answer.is_contiguous():
         raise AttentionError(f"out must be contiguous; its strides are {out.stride()}")
-    launch.decode(q, pages, block_table, lengths, sizes, scale, bias, scales, answer, workspace, fused=fused)
+    launch.decode(q, pages, block_table, lengths, sizes, scale, bias, scales, answer, workspace, fused=fused,
+                  overlap=overlap)  # fmt: skip
     return answer
-
-
-def _new(q: Tensor) -> Tensor:
-    import torch
-
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def _choose(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from o1lab.attention.checks import AttentionError, Problem
@@ -26,6 +27,18 @@ def missing(device: Any) -> str:
 def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels, on CPU tensors; it is chosen when triton is first imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def on(device: Any) -> AbstractContextManager[Any]:
+    """Inside, ``device`` is the current one: Triton launches there, whatever its tensors are on."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def early(overlap: bool) -> dict[str, bool]:
+    """The launch option of a kernel that begins while the one before it runs (programmatic dependent launch)."""
+    return {"launch_pdl": True} if overlap else {}
 
 
 def products(q: Tensor, scales: Tensor | None) -> dict[str, Any]:
@@ -64,11 +77,9 @@ def arguments(
     constants = dict(
         GROUP=sizes.group, BLOCK_M=max(16, power_of_two(sizes.group)), D=sizes.head_dim, BLOCK_D=block_d,
         T=sizes.page_tokens, BLOCK_N=shape.block_n, SPLITS=work.splits, SPLITS_2=two, CHUNK=min(32, two),
-        HAS_BIAS=bias is not None, QUANTISED=scales is not None, FUSED=fused, OVERLAP=overlap,
-        **products(q, scales),
+        HAS_BIAS=bias is not None, QUANTISED=scales is not None, FUSED=fused, OVERLAP=overlap, **products(q, scales),
     )  # fmt: skip
-    options = {"num_warps": shape.warps, "num_stages": shape.stages} | ({"launch_pdl": True} if overlap else {})
-    return positional, constants, options
+    return positional, constants, {"num_warps": shape.warps, "num_stages": shape.stages, **early(overlap)}
 
 
 def decode(
@@ -84,8 +95,6 @@ def decode(
     reason = missing(q.device)
     if reason:
         raise AttentionError(f"body='triton' cannot run: {reason}")
-    from contextlib import nullcontext
-
     import torch
 
     from o1lab.attention import kernel
@@ -98,12 +107,11 @@ def decode(
         q, pages, block_table, lengths, sizes, scale, bias, scales, out, work, shape, fused, overlap
     )
     rows = sizes.batch * sizes.q_heads
-    with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
+    with on(q.device):
         compiled = kernel.decode[(sizes.kv_heads, work.splits, sizes.batch)](*positional, **constants, **options)
         if work.splits > 1 and not fused:
-            names = ("D", "BLOCK_D", "SPLITS", "SPLITS_2", "CHUNK", "OVERLAP")
-            wanted = {name: constants[name] for name in names} | ({"launch_pdl": True} if overlap else {})
-            kernel.merge[(rows,)](work.stats, work.partials, out, **wanted, num_warps=4)
+            wanted = {name: constants[name] for name in ("D", "BLOCK_D", "SPLITS", "SPLITS_2", "CHUNK", "OVERLAP")}
+            kernel.merge[(rows,)](work.stats, work.partials, out, **wanted, num_warps=4, **early(overlap))
     if out is not target:
         target.copy_(out)
     return compiled

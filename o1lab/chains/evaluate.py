@@ -215,9 +215,8 @@ def _ask(
             more = {"problem": answer.problem, "detail": answer.detail} if answer.problem else {}
             yield place, {**content, **more}
         return
-    if style == "language" and getattr(model.tokenizer, "chat_template", None):
-        turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        prompts = [model.tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in turns]
+    if style == "language":
+        prompts = [model.turn(prompt) for prompt in prompts]
     seeds = [int(_hash(f"{seed} {sample.id}")[:15], 16) for sample in samples] if temperature > 0 else 0
     for place, made in decode.stream(
         model, prompts, max_new_tokens=caps, temperature=temperature, seed=seeds, **decoding

@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
 from o1lab.chains.features import line_ends, step_ends, step_features
 from o1lab.chains.plant import Planted
 from o1lab.chains.render import parse, prompt
 from o1lab.errors import EstimateError
 from o1lab.models import Model
+from o1lab.models.decode_rows import surety
 
 FEATURES = ("min margin", "max entropy", "max surprise")
 """Columns: smallest top-1 minus top-2 logit, log of the greatest entropy (nats), greatest ``-log p`` (nats)."""
@@ -105,9 +107,8 @@ def read(model: Model, texts: Sequence[Planted], style: str = "language") -> Giv
 def _aligned(model: Model, text: Planted, style: str) -> tuple[list[int], list[int], list[int]]:
     """Token ids of the problem and of the chain, and the tokens up to the end of each step."""
     coder, question = model.tokenizer, prompt(text.sample, style)
-    if style == "language" and getattr(coder, "chat_template", None):
-        turn = [{"role": "user", "content": question}]
-        question = coder.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    if style == "language":
+        question = model.turn(question)
     tail, chain = coder(text.text, add_special_tokens=False).input_ids, parse(text.sample, text.text, style)
     if style == "language":
         try:
@@ -127,7 +128,5 @@ def _shown(model: Model, asked: list[int], tail: list[int]) -> np.ndarray:
     """Margin, entropy and surprise at each token of ``tail``; shape (3, tokens)."""
     whole = model.encode([*asked, *tail])
     logits = model.model(whole[:, :-1], use_cache=False, logits_to_keep=len(tail)).logits[0].float()
-    top, known = logits.topk(2).values, logits.log_softmax(-1)
-    surprise = -known.gather(-1, whole[0, -len(tail) :, None])[:, 0]
-    entropy = torch.special.entr(known.exp()).sum(-1)
-    return torch.stack([top[:, 0] - top[:, 1], entropy, surprise]).cpu().double().numpy()
+    surprise = cross_entropy(logits, whole[0, -len(tail) :], reduction="none")
+    return torch.stack([*surety(logits), surprise]).cpu().double().numpy()

@@ -98,13 +98,9 @@ def many(n: int, steps: int, seed: int = 0) -> list[Planted]:
     >>> [(each.sample.variant, each.kind) for each in many(2, 8)]
     [('modular', 'operand fetch'), ('digits', 'operator fetch')]
     """
-    variants = [(task, name) for task, names in VARIANTS.items() for name in names]
     chance, found, number = Chance("o1lab planted", n, steps, seed), [], 0
     while len(found) < n:
-        task, variant = variants[number % len(variants)]
-        kind = PLANTED[number % len(PLANTED)]
-        sample = problems.make(task, steps, 1, seed * 1_000_003 + number, variant=variant)[0]
-        made = plant(sample, kind, 1 + chance.below(steps), chance)
+        made = plant(_problem(number, steps, seed), PLANTED[number % len(PLANTED)], 1 + chance.below(steps), chance)
         found += [made] if made else []
         number += 1
     return found
@@ -120,16 +116,20 @@ def pairs(n: int, steps: int, seed: int = 0, style: str = "tokens") -> list[Plan
     >>> print(next(line for line in faulty.text.splitlines() if line not in right.text), "·", faulty.kind)
     Step 479: 2 - 0 = 2 -> 18 · wrong result
     """
-    variants = [(task, name) for task, names in VARIANTS.items() for name in names]
     chance, found = Chance("o1lab pairs", steps, seed), []
     for number in range(problems.whole("n", n, 1)):
-        task, variant = variants[number % len(variants)]
-        sample = problems.make(task, steps, 1, seed * 1_000_003 + number, variant=variant)[0]
-        made = None
+        sample, made = _problem(number, steps, seed), None
         while made is None:  # a label can be wrong anywhere, so this ends
             made = plant(sample, chance.pick(ALIKE), 1 + chance.below(steps), chance, style)
         found += [Planted(sample, _whole(sample, style), None, RIGHT), made]
     return found
+
+
+def _problem(number: int, steps: int, seed: int) -> Sample:
+    """One problem of the variant whose turn it is."""
+    variants = [(task, name) for task, names in VARIANTS.items() for name in names]
+    task, variant = variants[number % len(variants)]
+    return problems.make(task, steps, 1, seed * 1_000_003 + number, variant=variant)[0]
 
 
 def _whole(sample: Sample, style: str, premises: dict[int, str] | None = None) -> str:

@@ -151,10 +151,10 @@ def language(model: Model, samples: Sequence[Sample], after: int, arms: Arms) ->
     for sample in samples:
         if not 0 < after < len(sample.steps):
             raise DecodingError(f"after={after}: {sample.id} has {len(sample.steps)} steps")
-        prompt, lines = render.prompt(sample, "language"), render.gold(sample, "language").splitlines(keepends=True)
-        if getattr(model.tokenizer, "chat_template", None):
-            turn = [{"role": "user", "content": prompt}]
-            prompt = model.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        prompt, lines = (
+            model.turn(render.prompt(sample, "language")),
+            render.gold(sample, "language").splitlines(keepends=True),
+        )
         late = "".join(lines[after : len(sample.steps)])
         tail = torch.tensor(model.tokenizer(late, add_special_tokens=False).input_ids, device=model.device)
         ids = torch.cat([model.encode(prompt + "".join(lines[:after])), tail[None]], 1)

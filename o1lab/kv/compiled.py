@@ -97,14 +97,25 @@ def compiled_step(model: Any, cache: PagedCache, name: str, **how: Any) -> Calla
     return step
 
 
-class _Joined:
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """The rows of all tensors in one; where they lie one after the other already, that memory itself."""
+    first, at = tensors[0].detach(), tensors[0].storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == at):
+            return torch.cat([tensor.detach() for tensor in tensors])
+        at += tensor.numel()
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+class Joined:
     """Linear layers as one product: the first that is called computes all, the last one forgets them."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.sizes = [layer.out_features for layer in layers]
-        self.weight = torch.cat([layer.weight.detach() for layer in layers])
+        self.weight = _stacked([layer.weight for layer in layers])
         biases = [layer.bias for layer in layers]
-        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        self.bias = None if biases[0] is None else _stacked(biases)
         self.parts: dict[int, tuple[Tensor, ...]] = {}  # by thread
         for layer, weight in zip(layers, self.weight.split(self.sizes), strict=True):
             layer.weight.data = weight  # the same memory, so that nothing is kept twice
@@ -115,7 +126,7 @@ class _Joined:
 class _Part:
     """What a layer's ``forward`` is inside :func:`joined`."""
 
-    def __init__(self, whole: _Joined, index: int, layer: nn.Linear) -> None:
+    def __init__(self, whole: Joined, index: int, layer: nn.Linear) -> None:
         self.whole, self.index, self.layer, self.own = whole, index, layer, (layer.weight, layer.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -175,7 +186,7 @@ def joined(model: Any) -> Iterator[int]:
             if len({(layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None)
                     for layer in layers}) > 1:  # fmt: skip
                 continue
-            whole, saved = _Joined(layers), saved + len(layers) - 1
+            whole, saved = Joined(layers), saved + len(layers) - 1
             for index, layer in enumerate(layers):
                 layer.forward = _Part(whole, index, layer)
             replaced += layers

@@ -8,6 +8,7 @@ kernel asks for its weights while the one before it still runs.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM
 from transformers.activations import ACT2FN
 
-from o1lab.attention import Workspace, launch, paged_decode, splits
+from o1lab.attention import launch, paged_decode, splits, workspace
 from o1lab.attention.checks import Problem
 from o1lab.errors import CacheError
-from o1lab.kv.compiled import SIBLINGS, _Joined
+from o1lab.kv.compiled import SIBLINGS, Joined
 from o1lab.kv.paged_cache import PagedCache
-from o1lab.kv.products import MOST_ROWS, Cuts, Scratch, cuts, product, rotate
+from o1lab.kv.products import MOST_ROWS, Cuts, Scratch, cuts_on, product, rotate
 
 MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 STILL = ("default", "linear", "llama3", "yarn")
@@ -64,10 +65,9 @@ def unsupported(model: Any, cache: PagedCache) -> str:
     for layer in model.model.layers:
         if len({getattr(layer.self_attn, name).bias is None for name in SIBLINGS[0]}) > 1:
             return "a bias in some of Q, K and V only"
-    without = [layer.self_attn.o_proj for layer in model.model.layers] + [model.lm_head]
-    without += [part for layer in model.model.layers for part in (layer.mlp.gate_proj, layer.mlp.up_proj,
-                                                                  layer.mlp.down_proj)]  # fmt: skip
-    return "a bias outside of Q, K and V" if any(module.bias is not None for module in without) else ""
+    others = [module for name, module in model.named_modules() if name.rpartition(".")[2] not in SIBLINGS[0]]
+    biased = any(isinstance(module, nn.Linear) and module.bias is not None for module in others)
+    return "a bias outside of Q, K and V" if biased else ""
 
 
 def _altered(model: Any) -> str:
@@ -154,7 +154,7 @@ class KernelStep:
             kv = cache.paged(model.model.layers[index].self_attn.layer_idx)
             given = (kv.pages, kv.block_table, lengths)
             rotate(qkv(hidden), cosines, sines, *given, heads, out=queries, overlap=self.overlap)
-            mixed = attend(queries, given, model.model.layers[index].self_attn.scaling)
+            mixed = attend(queries, *given, scale=model.model.layers[index].self_attn.scaling)
             hidden = output(mixed.view(rows, -1), hidden)
             hidden = down(gated(hidden), hidden)
         torch.argmax(last(hidden, out=logits), -1, keepdim=True, out=ids)
@@ -180,15 +180,13 @@ class KernelStep:
         device = like.device
         if device.type == "cuda" and rows > MOST_ROWS:
             raise CacheError(f"{rows} sequences: kernels=True takes at most {MOST_ROWS} on a GPU; compiled=True more")
-        programs = splits.multiprocessors(device)
         buffers: dict[str, Tensor] = {}
 
         def one(
             weight: Tensor, norm: Any = None, gated: bool = False, bias: Tensor | None = None, kind: str = ""
         ) -> _Product:  # fmt: skip
             columns, inner = len(weight) // (2 if gated else 1), weight.shape[1]
-            shape = cuts(columns, inner, rows, gated, weight.element_size(), programs, norm=norm is not None,
-                         shared=splits.shared_bytes(device))  # fmt: skip
+            shape = cuts_on(device, columns, inner, rows, gated, weight.element_size(), norm is not None)
             if kind and kind not in buffers:
                 buffers[kind] = like.new_empty(rows, columns)
             scratch = Scratch.make(columns, rows, gated, shape, device)
@@ -214,44 +212,19 @@ class KernelStep:
         cache, config = self.cache, self.model.config
         kv = cache.paged(0)
         queries = kv.pages.new_empty(rows, config.num_attention_heads, kv.pages.shape[-1])
-        if launch.missing(queries.device):
-            return (lambda q, given, scale: paged_decode(q, *given, scale=scale)), queries
-        pages, table = kv.pages, kv.block_table
+        pages, table, body = kv.pages, kv.block_table, "auto" if launch.missing(queries.device) else "triton"
         sizes = Problem(rows, 1, queries.shape[1], pages.shape[3], pages.shape[4], pages.shape[2], len(pages),
                         table.shape[1])  # fmt: skip
-        if reason := splits.unsupported(sizes, queries, pages):
+        if body == "triton" and (reason := splits.unsupported(sizes, queries, pages)):
             raise CacheError(f"kernels=True: {reason}")
-        many = splits.choose(sizes, pages.element_size(), queries.element_size(), splits.multiprocessors(pages.device))
-        work, out = Workspace.make(sizes, many, pages.device), torch.empty_like(queries)
-
-        def attend(q: Tensor, given: tuple[Tensor, ...], scale: float) -> Tensor:
-            launch.decode(q, *given, sizes, scale, None, None, out, work, overlap=self.overlap)
-            return out
-
-        return attend, queries
+        fixed = {"workspace": workspace(queries, pages, table), "out": torch.empty_like(queries)}
+        return functools.partial(paged_decode, body=body, overlap=self.overlap, **fixed), queries
 
 
 def _whole(layer: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """Q, K and V of a layer as one weight, their biases, and gate and up as one weight."""
-    found = []
-    for module, names in ((layer.self_attn, SIBLINGS[0]), (layer.mlp, SIBLINGS[1])):
-        parts = [getattr(module, name) for name in names]
-        weight = _neighbours([part.weight for part in parts])
-        bias = None if parts[0].bias is None else _neighbours([part.bias for part in parts])
-        if weight is None or (parts[0].bias is not None and bias is None):
-            joined = _Joined(parts)
-            weight, bias = joined.weight, joined.bias
-        found.append((weight, bias))
-    return *found[0], found[1][0]
-
-
-def _neighbours(tensors: list[Tensor]) -> Tensor | None:
-    """The tensor that these are the rows of, one after the other, or None where they lie apart."""
-    first, at = tensors[0].detach(), tensors[0].storage_offset()
-    for tensor in tensors:
-        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (same and tensor.is_contiguous() and tensor.storage_offset() == at):
-            return None
-        at += tensor.numel()
-    shape = (sum(map(len, tensors)), *first.shape[1:])
-    return first.as_strided(shape, first.stride(), first.storage_offset())
+    qkv, gate_up = (
+        Joined([getattr(module, name) for name in names])
+        for module, names in zip((layer.self_attn, layer.mlp), SIBLINGS, strict=True)
+    )
+    return qkv.weight, qkv.bias, gate_up.weight

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,13 +19,14 @@ from typing import Any
 import torch
 
 from o1lab.attention.bench import copy_rate
-from o1lab.attention.splits import multiprocessors, shared_bytes
+from o1lab.attention.splits import multiprocessors
 from o1lab.ceilings import event_clock, rates
 from o1lab.errors import O1labError
 from o1lab.kv.decode_bench import SIZES
-from o1lab.kv.products import Cuts, Scratch, cuts, product
+from o1lab.kv.products import Cuts, Scratch, cuts_on, product
 from o1lab.options import ended, new_file, whole
 from o1lab.stats import Estimate
+from o1lab.storage import write_json
 
 COLD_BYTES = 320 << 20
 """Weights that a captured graph walks through; several times the second-level cache."""
@@ -46,7 +46,17 @@ class Product:
     @property
     def weight_bytes(self) -> int:
         """In bfloat16."""
-        return 2 * self.columns * self.inner * (2 if self.gated else 1)
+        return 2 * self.rows * self.inner
+
+    @property
+    def rows(self) -> int:
+        """Of the weight."""
+        return self.columns * (2 if self.gated else 1)
+
+    @property
+    def cold(self) -> int:
+        """Weights that make up :data:`COLD_BYTES`."""
+        return -(-COLD_BYTES // self.weight_bytes)
 
 
 @dataclass(frozen=True)
@@ -96,14 +106,12 @@ def candidates(one: Product, batch: int, programs: int) -> list[Cuts]:
     return found
 
 
-def step(one: Product, batch: int, shape: Cuts | None, overlap: bool, device: Any) -> Callable[[], None]:
-    """One pass over :data:`COLD_BYTES` of weights; ``shape`` None: the bare product by torch."""
+def step(one: Product, batch: int, shape: Cuts | None, overlap: bool, device: Any, count: int) -> Callable[[], None]:
+    """One pass over ``count`` weights; ``shape`` None: the bare product by torch."""
     make = {"device": device, "dtype": torch.bfloat16}
-    count = -(-COLD_BYTES // one.weight_bytes)
-    many = one.columns * (2 if one.gated else 1)
-    weights = [torch.randn(many, one.inner, **make) * one.inner**-0.5 for _ in range(count)]
+    weights = [torch.randn(one.rows, one.inner, **make) * one.inner**-0.5 for _ in range(count)]
     x, gain = torch.randn(batch, one.inner, **make), torch.ones(one.inner, **make)
-    out = torch.zeros(batch, many if shape is None else one.columns, **make)
+    out = torch.zeros(batch, one.rows if shape is None else one.columns, **make)
     if shape is None:
         return lambda: [torch.mm(x, weight.T, out=out) for weight in weights] and None
     scratch = Scratch.make(one.columns, batch, one.gated, shape, torch.device(device))
@@ -116,26 +124,19 @@ def measure(
     one: Product, batch: int, way: str, shape: Cuts | None, overlap: bool, device: Any, copy: Estimate, budget_s: float
 ) -> Row:  # fmt: skip
     """Time one way from a captured graph."""
-    run = step(one, batch, shape, overlap, device)
+    run = step(one, batch, shape, overlap, device, one.cold)
     run()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    size = one.weight_bytes * -(-COLD_BYTES // one.weight_bytes)
-    found = rates(graph.replay, size, "B/s", event_clock(device), 15, budget_s)
+    found = rates(graph.replay, one.weight_bytes * one.cold, "B/s", event_clock(device), 15, budget_s)
     return Row(one.name, batch, way, found.value, found.value / copy.value)
 
 
 def _compile(one: Product, batch: int, shape: Cuts, overlap: bool) -> None:
     """Leave the compiled kernel in Triton's cache on disk; run in a process of its own."""
-    make = {"device": "cuda", "dtype": torch.bfloat16}
-    many = one.columns * (2 if one.gated else 1)
-    x, weight = torch.zeros(batch, one.inner, **make), torch.zeros(many, one.inner, **make)
-    product(
-        x, weight, gain=x[0].clone() if one.norm else None, gated=one.gated, shape=shape, overlap=overlap,
-        residual=torch.zeros(batch, one.columns, **make) if one.add else None,
-    )  # fmt: skip
+    step(one, batch, shape, overlap, "cuda", 1)()
 
 
 def tune(
@@ -178,8 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pool = ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) if tuned else None
     try:
         for one, batch in itertools.product(of_model(options.model), options.batch):
-            shape = cuts(one.columns, one.inner, batch, one.gated, 2, multiprocessors(device), norm=one.norm,
-                         shared=shared_bytes(device))  # fmt: skip
+            shape = cuts_on(device, one.columns, one.inner, batch, one.gated, 2, one.norm)
             ways = [("torch, the bare product", None, False), (f"{shape} in turn", shape, False)]
             ways += [(f"{shape} overlapping", shape, True)] if able else []
             found = [measure(one, batch, *way, device, copy, 0.3) for way in ways]
@@ -192,9 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
     if options.json:
-        options.json.write_text(
-            json.dumps({"copy": asdict(copy), "rows": list(map(asdict, rows))}, indent=1), encoding="utf-8"
-        )
+        write_json(options.json, {"copy": asdict(copy), "rows": list(map(asdict, rows))})
     return 0
 
 

@@ -7,7 +7,6 @@ is the same in plain torch. :func:`rotate` turns queries and keys and writes key
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +77,12 @@ def cuts(
     return Cuts(block_n, block_k, splits, 4, stages)
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever its tensors are on."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def cuts_on(
+    device: torch.device, columns: int, inner: int, rows: int, gated: bool, itemsize: int, norm: bool
+) -> Cuts:  # fmt: skip
+    """:func:`cuts` for what a device has."""
+    programs, shared = multiprocessors(device), shared_bytes(device)
+    return cuts(columns, inner, rows, gated, itemsize, programs, norm=norm, shared=shared)
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,7 @@ def product(
         raise CacheError(f"x is {tuple(x.shape)} {x.dtype} with strides {x.stride()}: the kernel takes at most "
                          f"{MOST_ROWS} contiguous rows of float32 or bfloat16")  # fmt: skip
     inner = x.shape[1]
-    shape = shape or cuts(columns, inner, len(x), gated, weight.element_size(), multiprocessors(x.device),
-                          norm=gain is not None, shared=shared_bytes(x.device))  # fmt: skip
+    shape = shape or cuts_on(x.device, columns, inner, len(x), gated, weight.element_size(), gain is not None)
     if not shape.fits(inner):
         raise CacheError(f"{shape}: more splits than blocks of {inner} inner elements")
     scratch = scratch or Scratch.make(columns, len(x), gated, shape, x.device)
@@ -175,10 +176,8 @@ def arguments(
         "BIAS": bias is not None, "SPLITS": shape.splits, "BLOCK_B": max(16, power_of_two(rows)),
         "BLOCK_N": shape.block_n, "BLOCK_K": shape.block_k, "DOT": dot, "LINE": line,
         "LINES": lines, "OVERLAP": overlap, "num_warps": shape.warps,
-        "num_stages": shape.stages,
+        "num_stages": shape.stages, **launch.early(overlap),
     }  # fmt: skip
-    if overlap:
-        options["launch_pdl"] = True
     blank = x  # stands where an option is off and nothing is read
     given = [
         x, weight, blank if gain is None else gain, blank if bias is None else bias,
@@ -195,7 +194,7 @@ def run(grid: tuple[int, int], given: list[Any], options: dict[str, Any]) -> Any
     from o1lab.kv import product_kernel
 
     try:
-        with _on(given[0].device):
+        with launch.on(given[0].device):
             return product_kernel.product[grid](*given, **options)
     except TritonError as error:  # out of shared memory or registers, say
         raise CacheError(f"the kernel does not run with {options}: {error}") from error
@@ -241,12 +240,11 @@ def rotate(
         return queries.copy_(turned[:, :heads])
     from o1lab.kv import product_kernel
 
-    options = {"launch_pdl": True} if overlap else {}
-    with _on(qkv.device):
+    with launch.on(qkv.device):
         product_kernel.rotate[(heads + 2 * kv_heads, len(qkv))](
             qkv, cosines, sines, pages, block_table, lengths, queries, *pages.stride()[:4], block_table.stride(0),
             Q=heads, KV=kv_heads, T=tokens, D=width, HALF_2=power_of_two(width // 2), OVERLAP=overlap, num_warps=1,
-            **options,
+            **launch.early(overlap),
         )  # fmt: skip
     return queries
 

@@ -70,12 +70,14 @@ class Model:
         if self.tokenizer is None or self.name == "tiny":
             chance, most = random.Random(seed), self.model.config.vocab_size
             return [tuple(chance.choices(range(most), k=chance.randint(4, 48))) for _ in range(n)]
-        texts = prompts.pick(n, seed)
+        return [self.turn(text) for text in prompts.pick(n, seed)]
+
+    def turn(self, text: str) -> str:
+        """``text`` as the user's turn in the model's chat template, the answer to begin; as it is without one."""
         if not getattr(self.tokenizer, "chat_template", None):
-            return texts
-        render = self.tokenizer.apply_chat_template
-        turns = [[{"role": "user", "content": text}] for text in texts]
-        return [render(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+            return text
+        turn = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
     def encode(self, prompt: str | Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Token ids of ``prompt`` (text, or ids already) as a LongTensor of shape (1, T) on the model's device.

@@ -170,9 +170,7 @@ class Batch:
             token = (logits.float() / job.temperature + _gumbel(self.seeds, self.step, logits.shape[-1])).argmax(-1)
         if not job.scores:
             return token, finite, None
-        logits = logits.float()
-        top = logits.topk(2).values
-        return token, finite, torch.stack((top[:, 0] - top[:, 1], torch.special.entr(logits.softmax(-1)).sum(-1)))
+        return token, finite, torch.stack(surety(logits.float()))
 
     def _drop(self) -> None:
         """Take rows that have ended out of the batch, once a tenth of it has: moving the cache costs some steps."""
@@ -256,6 +254,12 @@ def new_cache(model: Any, room: int) -> Any:
     cache = DynamicCache(config=model.config)
     cache.layers = [_roomy_layer()(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def surety(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Best minus second best of float32 logits (tokens, vocabulary), and the entropy of their softmax in nats."""
+    top = logits.topk(2).values
+    return top[:, 0] - top[:, 1], torch.special.entr(logits.softmax(-1)).sum(-1)
 
 
 def _gumbel(seeds: torch.Tensor, step: int, vocabulary: int) -> torch.Tensor:

@@ -7,10 +7,9 @@ import itertools
 
 import pytest
 import torch
-from package.paged_fixture import model_of, prompts
+from package.paged_fixture import forced, model_of, pool_of, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from o1lab.kv import DecodeLoop, PagedCache, pool_for
 from o1lab.kv.product_bench import candidates, of_model
 from o1lab.kv.products import Scratch, product
 
@@ -32,24 +31,9 @@ def wide(dtype=torch.bfloat16, layers=4):
         return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def pool_of(model, dtype):
-    pool = pool_for(model.config, 20_000, device="cuda", dtype=dtype, page_tokens=16)
-    pool.arena.fill_(255)
-    return pool
-
-
-def forced(model, ids, tokens=None, steps=60, **how):
-    """Tokens fed (by default those of the loop itself), the next ones, and the logits, of so many steps."""
-    with PagedCache(model.config, pool_of(model, model.dtype), max_tokens=ids.shape[1] + steps + 2) as cache:
-        loop = DecodeLoop(model, cache, **how)
-        fed, found, logits = [loop.prefill(ids)], [], []
-        for place in range(steps):
-            if tokens is not None:
-                fed[place:] = [tokens[place]]
-            found.append(loop.step(fed[place]).clone())
-            fed.append(found[-1])
-            logits.append(loop.logits.clone().float())
-    return torch.stack(fed[:steps]), torch.stack(found), torch.stack(logits)
+def run(model, ids, tokens=None, **how):
+    """:func:`package.paged_fixture.forced` over a pool of its own."""
+    return forced(model, ids, pool_of(model, 20_000, 16, model.dtype), tokens, **how)
 
 
 def ways():
@@ -60,9 +44,9 @@ def ways():
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_a_step_of_kernels_captured_or_not_gives_the_plain_tokens(kind):
     model, ids = small(kind), prompts()["input_ids"].cuda()
-    fed, plain, logits = forced(model, ids, graph=False)
+    fed, plain, logits = run(model, ids, graph=False)
     for how, graph in itertools.product(ways(), (True, False)):
-        _, found, same = forced(model, ids, fed, kernels=how, graph=graph)
+        _, found, same = run(model, ids, fed, kernels=how, graph=graph)
         assert torch.equal(found, plain)
         assert torch.allclose(same, logits, atol=1e-4)
 
@@ -72,12 +56,12 @@ def test_in_16_bits_it_is_as_near_to_the_exact_step_as_the_plain_one(batch):
     model = wide()
     ids = torch.randint(1, 32000, (batch, 90), generator=torch.Generator().manual_seed(0)).cuda()
     exact = copy.deepcopy(model).float()
-    fed, _, plain = forced(model, ids, graph=False, steps=20)
-    _, _, true = forced(exact, ids, fed, graph=False, steps=20)
+    fed, _, plain = run(model, ids, graph=False, steps=20)
+    _, _, true = run(exact, ids, fed, graph=False, steps=20)
     most = (plain - true).square().mean().sqrt()
     assert 0 < most < 0.2 * true.std()  # or the bound would hold anything
     for how in ways():
-        _, _, found = forced(model, ids, fed, kernels=how, steps=20)
+        _, _, found = run(model, ids, fed, kernels=how, steps=20)
         assert (found - true).square().mean().sqrt() <= 1.2 * most
 
 
@@ -85,9 +69,9 @@ def test_kernels_that_overlap_do_not_race():
     """300 steps, replayed twice and once in turn: the same bits. A read before the wait would show in some of them."""
     model, found = wide(layers=8), []
     ids = torch.randint(1, 32000, (2, 40), generator=torch.Generator().manual_seed(1)).cuda()
-    fed, _, _ = forced(model, ids, steps=300, kernels={"overlap": False})
+    fed, _, _ = run(model, ids, steps=300, kernels={"overlap": False})
     for how in [*ways(), ways()[-1]]:
-        found.append(forced(model, ids, fed, steps=300, kernels=how)[2])
+        found.append(run(model, ids, fed, steps=300, kernels=how)[2])
     assert all(torch.equal(one, found[0]) for one in found[1:])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from package.paged_fixture import (
     PAGED,
     append,
     config,
+    forced,
     generated,
     model_of,
     prompts,
@@ -20,7 +20,6 @@ from package.paged_fixture import (
 )
 
 from o1lab.kv import DecodeLoop, PagedCache, decode_bench, pool_for
-from o1lab.kv.compiled import joined
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")]
 
@@ -79,27 +78,11 @@ def test_a_captured_step_equals_the_plain_one(kind, dtype, kept):
         assert torch.equal(found[True][0].T, expected[:, 7:])
 
 
-def forced(model, ids, dtype, *, tokens=None, compiled=False):
-    """60 steps that are fed ``tokens`` (60, B), by default their own; the tokens fed, the next ones, and the logits."""
-    with PagedCache(model.config, pool_of(model, dtype), max_tokens=120) as cache:
-        with joined(model) if compiled else nullcontext():
-            loop = DecodeLoop(model, cache, graph=compiled, compiled=compiled)
-            fed, found, logits = [loop.prefill(ids)], [], []
-            for place in range(60):
-                if tokens is not None:
-                    fed[place:] = [tokens[place]]
-                found.append(loop.step(fed[place]).clone())
-                fed.append(found[-1])
-                logits.append(loop.logits.clone().float())
-        assert cache.lengths.tolist() == [67] * 3
-    return torch.stack(fed[:60]), torch.stack(found), torch.stack(logits)
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "neox"])
 def test_a_compiled_and_captured_step_equals_the_plain_one(kind):
     model, ids = on_gpu(kind), moved()["input_ids"]
-    fed, plain, logits = forced(model, ids, torch.float32)
-    _, found, same = forced(model, ids, torch.float32, tokens=fed, compiled=True)
+    fed, plain, logits = forced(model, ids, pool_of(model), graph=False)
+    _, found, same = forced(model, ids, pool_of(model), fed, graph=True, compiled=True)
     assert torch.equal(found, plain)
     assert torch.allclose(same, logits, atol=1e-4)
 
@@ -110,9 +93,9 @@ def test_a_compiled_step_of_16_bits_is_as_near_to_the_exact_one_as_the_plain_one
     """Compiled code rounds in other places, so that near-ties fall otherwise: both are held against 32 bits."""
     model, ids = on_gpu(kind, dtype), moved()["input_ids"]
     exact = copy.deepcopy(model).float()
-    fed, _, plain = forced(model, ids, dtype)
-    _, _, compiled = forced(model, ids, dtype, tokens=fed, compiled=True)
-    _, _, true = forced(exact, ids, torch.float32, tokens=fed)
+    fed, _, plain = forced(model, ids, pool_of(model, dtype), graph=False)
+    _, _, compiled = forced(model, ids, pool_of(model, dtype), fed, graph=True, compiled=True)
+    _, _, true = forced(exact, ids, pool_of(exact), fed, graph=False)
     distance, most = ((one - true).square().mean().sqrt() for one in (compiled, plain))
     assert 0 < most < 0.2 * true.std()  # or the bound would hold anything
     assert distance <= 1.5 * most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache as once
 
 import torch
@@ -16,7 +17,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from o1lab.kv import pool_for, register
+from o1lab.kv import DecodeLoop, PagedCache, joined, pool_for, register
 
 PAGED = register()
 SMALL = {
@@ -45,7 +46,7 @@ def config(**changes):
 
 
 def pool_of(model, tokens=2000, page_tokens=8, dtype=torch.float32):
-    pool = pool_for(model.config, tokens, device="cpu", dtype=dtype, page_tokens=page_tokens)
+    pool = pool_for(model.config, tokens, device=model.device, dtype=dtype, page_tokens=page_tokens)
     pool.arena.fill_(255)  # NaN in every type: what was not written must not be read
     return pool
 
@@ -96,3 +97,20 @@ MODES = {
     "sampled beams": {"num_beams": 2, "do_sample": True},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
 }
+
+
+def forced(model, ids, pool, tokens=None, steps=60, **how):
+    """Tokens fed (``tokens`` (steps, B), by default the loop's own), the next ones, and the logits, step by step."""
+    most = max(120, ids.shape[1] + steps + 2)
+    together = joined(model) if how.get("compiled") else nullcontext()
+    with PagedCache(model.config, pool, max_tokens=most) as cache, together:
+        loop = DecodeLoop(model, cache, **how)
+        fed, found, logits = [loop.prefill(ids)], [], []
+        for place in range(steps):
+            if tokens is not None:
+                fed[place:] = [tokens[place]]
+            found.append(loop.step(fed[place]).clone())
+            fed.append(found[-1])
+            logits.append(loop.logits.clone().float())
+        assert cache.lengths.tolist() == [ids.shape[1] + steps] * len(ids)
+    return torch.stack(fed[:steps]), torch.stack(found), torch.stack(logits)
